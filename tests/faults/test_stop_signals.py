@@ -10,7 +10,7 @@ from processes import environment
 
 BEGIN = """
 import os, signal, sys, time
-from tnt_jax.distributed.leaving.stop_signals import StopSignals
+from tnt_jax.distributed.stopping import StopSignals
 
 def asked(signum):
     print("asked by", signal.Signals(signum).name, flush=True)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tnt_jax.distributed.stopping import preemption
+from tnt_jax.distributed import stopping
 from tnt_jax.keras_compat.fit.hooks import Progress
 from tnt_jax.keras_compat.fit.resume import save_and_exit
 from tnt_jax.launch.processtree import descendants
@@ -67,8 +67,8 @@ def test_process_that_does_not_follow_one_with_75_is_killed_after_the_grace_peri
 def test_launcher_reads_the_signal_from_what_fit_says(monkeypatch, caplog, to):
     watch = SimpleNamespace(reason=f"SIGUSR1 came{to}", signum=signal.SIGUSR1)
     codes = []
-    monkeypatch.setattr(preemption, "current", lambda: watch)
-    monkeypatch.setattr(preemption, "leave", codes.append)
+    monkeypatch.setattr(stopping, "current", lambda: watch)
+    monkeypatch.setattr(stopping, "leave", codes.append)
     callbacks = SimpleNamespace(call=lambda *args: None)
     save_and_exit(lambda: True, callbacks, Progress(epoch=1, batches_done=7), {})
     cause = f"it was preempted: SIGUSR1 came{to}, and the state is saved"

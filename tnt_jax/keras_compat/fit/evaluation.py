@@ -9,10 +9,9 @@ from typing import Any, Literal
 from tnt_jax.adapters.base import CallError
 from tnt_jax.data.sources import Source
 from tnt_jax.data.streams import EpochStream, read_in_lockstep
+from tnt_jax.distributed import stopping
 from tnt_jax.distributed.host import collectives
-from tnt_jax.distributed.stopping import preemption
-from tnt_jax.distributed.stopping.preemption import Points
-from tnt_jax.distributed.stopping.shared_stop import shared_stop
+from tnt_jax.distributed.stopping import Points, shared_stop
 from tnt_jax.keras_compat.callbacks import CallbackList
 from tnt_jax.keras_compat.callbacks.callback_list import may_stop_within_epoch
 from tnt_jax.keras_compat.compiling.keras_training import check_prediction_methods
@@ -51,7 +50,7 @@ def _evaluate(
     generations.begin(lambda: _why_not_elastic(shared, data, source))
     num_steps = steps or source.num_batches
     shown = callbacks.open("Model.evaluate", steps=num_steps)
-    with shown as hooks, preemption.ending_call() as points:
+    with shown as hooks, stopping.ending_call() as points:
         return evaluate_source(
             shared,
             source,
@@ -146,7 +145,7 @@ def _predict(
     shared.progress.stop_predicting = False
     with (
         shown as hooks,
-        preemption.ending_call() as points,
+        stopping.ending_call() as points,
         _steps(shared, "predict", stream, steps, first, hooks, points, generations.note_step) as (
             feed,
             phase,

@@ -17,14 +17,12 @@ from tnt_jax.data.elements import unpack
 from tnt_jax.data.opening import Meanwhile
 from tnt_jax.data.sources import HostBatch, Source
 from tnt_jax.data.streams import EpochStream, read_in_lockstep
-from tnt_jax.distributed import goodput
+from tnt_jax.distributed import goodput, stopping
 from tnt_jax.distributed.elastic.link import link
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining import runtime
 from tnt_jax.distributed.liveness import phases
-from tnt_jax.distributed.stopping import preemption
-from tnt_jax.distributed.stopping.preemption import Points, Preempted
-from tnt_jax.distributed.stopping.shared_stop import SharedStop, shared_stop
+from tnt_jax.distributed.stopping import Points, Preempted, SharedStop, shared_stop
 from tnt_jax.job import Slot
 from tnt_jax.keras_compat.callbacks import CallbackList, History
 from tnt_jax.keras_compat.callbacks.callback_list import may_stop_within_epoch
@@ -296,7 +294,7 @@ class FitLoop:
             stream, first = self._open()
             again = Plan(stream, first, plan.weighting, None, plan.arguments)
             self._shared.resumption.begin(stream, plan.arguments.initial_epoch)
-            self._points = preemption.renewed(self._points)
+            self._points = stopping.renewed(self._points)
             opened.append(replace(again, validation=self._open_validation(again)))
             return again.unpack(first)
 

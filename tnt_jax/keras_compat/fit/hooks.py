@@ -13,7 +13,7 @@ from tnt_jax.distributed import goodput, timeline
 from tnt_jax.distributed.elastic.link import link
 from tnt_jax.distributed.joining.runtime import init, is_master_rank
 from tnt_jax.distributed.liveness import phases
-from tnt_jax.distributed.stopping.shared_stop import SharedStop
+from tnt_jax.distributed.stopping import SharedStop
 from tnt_jax.keras_compat.callbacks import CallbackList, History, LazyLogs, ProgbarLogger
 from tnt_jax.keras_compat.callbacks.callback_list import agree_on_callbacks
 from tnt_jax.train.execution import DeviceBatches

@@ -16,11 +16,11 @@ from tnt_jax.data.elements import unpack
 from tnt_jax.data.permutation import row_order_of
 from tnt_jax.data.sources import HostBatch, checksum_of
 from tnt_jax.data.streams import EpochStream
+from tnt_jax.distributed import stopping
 from tnt_jax.distributed.elastic.link import link
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.host.comparison import describe_differences
-from tnt_jax.distributed.stopping import preemption
-from tnt_jax.distributed.stopping.preemption import Points
+from tnt_jax.distributed.stopping import Points
 from tnt_jax.job import Slot
 from tnt_jax.keras_compat.callbacks import BackupAndRestore, CallbackList, RayReport
 from tnt_jax.keras_compat.callbacks.base import first_base
@@ -465,7 +465,7 @@ def ending_on_request(callbacks: Sequence[Any]) -> Iterator[Points]:
         yield Points()
         return
     backups = [item for item in callbacks if isinstance(item, BackupAndRestore)]
-    watch = preemption.start() if backups else None
+    watch = stopping.start() if backups else None
     if watch is None or watch.is_training:
         yield Points()
         return
@@ -487,7 +487,7 @@ def save_and_exit(
 ) -> NoReturn:
     """Saves the state, ends the callbacks, and ends the process; all processes call it together."""
     assert save is not None, "Without a callback that saves, nobody is asked to end."
-    watch = preemption.current()
+    watch = stopping.current()
     assert watch is not None
     place = f"after step {progress.batches_done} of epoch {progress.epoch + 1}"
     if save():
@@ -509,4 +509,4 @@ def save_and_exit(
             code,
         )
     callbacks.call("on_train_end", logs)
-    preemption.leave(code)
+    stopping.leave(code)

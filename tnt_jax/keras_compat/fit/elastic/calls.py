@@ -19,15 +19,14 @@ import numpy as np
 
 from tnt_jax.data.permutation import row_order_of
 from tnt_jax.data.sources import Source
-from tnt_jax.distributed import goodput
+from tnt_jax.distributed import goodput, stopping
 from tnt_jax.distributed.elastic.link import Generation, Interrupted, Link, link
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining import runtime
 from tnt_jax.distributed.joining.join import own_address
 from tnt_jax.distributed.leaving.last_words import flush, gist, tells_of_loss
 from tnt_jax.distributed.liveness import phases
-from tnt_jax.distributed.stopping import preemption
-from tnt_jax.distributed.stopping.preemption import Points
+from tnt_jax.distributed.stopping import Points
 from tnt_jax.job import Slot
 from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.log import logger
@@ -173,8 +172,8 @@ class Generations:
                 self._begin_again(error)
 
     def _begin_again(self, error: Exception) -> None:
-        kept, points = self.kept(error), preemption.current() or Points()
-        self.go_on(error, (self.num_steps,), kept, lambda _: preemption.renewed(points))
+        kept, points = self.kept(error), stopping.current() or Points()
+        self.go_on(error, (self.num_steps,), kept, lambda _: stopping.renewed(points))
 
     @property
     def num_steps(self) -> int:

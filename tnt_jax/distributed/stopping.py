@@ -1,0 +1,527 @@
+"""Agreement of all processes on the point at which they stop, for which any of them may ask.
+
+All processes pass the same points in the same order, and count them (`Agreement`). A signal to any
+process (`StopSignals`) is a request to all of them to end their calls (`Watch`), which pass for
+instance a point before each step:
+
+    for batch in batches:
+        if points.stops_here():
+            ...  # All processes stop before the same step.
+
+A callback asks by `SharedStop` for the end of one loop of steps.
+"""
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, NoReturn, TypeVar
+
+import jax
+
+from tnt_jax import _jax
+from tnt_jax.distributed.host.comparison import name_processes
+from tnt_jax.distributed.joining import runtime
+from tnt_jax.distributed.leaving import exits
+from tnt_jax.distributed.liveness.rendezvous import await_key, meet, read_key
+from tnt_jax.distributed.liveness.threads import start_thread
+from tnt_jax.job import Slot
+from tnt_jax.log import logger
+from tnt_jax.settings import PREEMPTED_EXIT_CODE
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# A cluster may send a signal to the launcher and to its processes, which then get it twice.
+_SAME_S = 2.0
+_CLOSE = 0
+# Marks the bytes that `StopSignals._handle` writes.
+_REPORTED = 0x80
+_NO_SIGNALS = "Signals to this process do not save its state any more:"
+
+
+class StopSignals:
+    """Calls a function, in a thread, with the first of the signals; the second ends at once.
+
+    Python runs the handler of a signal in the main thread between two bytecodes, so a process that
+    waits for others or compiles would not take note of it. The byte that Python's own handler in C
+    writes to a pipe wakes a thread at once, whatever the main thread does.
+
+    A handler that the script has set, before or after, stays: its signal is then left to it. So is
+    SIGTERM if the script ignores it, and the others unless the launcher has had them ignored.
+    """
+
+    def __init__(self, on_first: Callable[[int], None]) -> None:
+        self._on_first = on_first
+        self._first_at: float | None = None
+        self._previous: dict[int, Any] = {}
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)
+        self._thread = start_thread(self._listen, name="signals", lost=_NO_SIGNALS)
+        own = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _forget(own()))
+
+    def install(self) -> None:
+        """Takes the signals that nobody else handles; outside of the main thread, it warns."""
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning(
+                "fit does not run in the main thread: SIGTERM, SIGUSR1 and SIGUSR2 to this process "
+                "do not save its state."
+            )
+            return
+        for signum in SIGNALS:
+            if signum not in self._previous and _is_free(signum):
+                self._previous[signum] = signal.signal(signum, self._handle)
+        if self._previous and (other := self._set_wakeup(self._write_fd)) != -1:
+            self._set_wakeup(other)
+
+    def restore(self) -> None:
+        """Gives the signals back, except those that have been taken from it since."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for signum, handler in self._previous.items():
+            if signal.getsignal(signum) == self._handle:
+                signal.signal(signum, handler)
+        self._previous.clear()
+        if (current := self._set_wakeup(-1)) != self._write_fd:
+            self._set_wakeup(current)
+
+    def close(self) -> None:
+        """Gives the signals back and ends the thread."""
+        self.restore()
+        os.write(self._write_fd, bytes([_CLOSE]))
+        self._thread.join()
+        os.close(self._read_fd)
+        os.close(self._write_fd)
+
+    def _handle(self, signum: int, frame: Any) -> None:
+        """Reports a signal of which the thread has not been told.
+
+        Its byte has gone to another's pipe, such as that of an event loop, or a handler of the
+        script calls this one.
+        """
+        current = self._set_wakeup(-1)
+        self._set_wakeup(current)
+        if current != self._write_fd or signal.getsignal(signum) != self._handle:
+            with contextlib.suppress(BlockingIOError):  # Full of signals already.
+                os.write(self._write_fd, bytes([signum | _REPORTED]))
+
+    def _set_wakeup(self, descriptor: int) -> int:
+        return signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+
+    def _listen(self) -> None:
+        while True:
+            for byte in os.read(self._read_fd, 64):
+                if byte == _CLOSE:
+                    return
+                if byte & _REPORTED:
+                    self._take(byte & ~_REPORTED)
+                # Python's own handler in C tells of any signal that has a handler in Python.
+                elif byte in SIGNALS and signal.getsignal(byte) == self._handle:
+                    self._take(byte)
+
+    def _take(self, signum: int) -> None:
+        moment = time.monotonic()
+        if self._first_at is None:
+            self._first_at = moment
+            self._on_first(signum)
+        elif moment - self._first_at > _SAME_S:
+            name = signal.Signals(signum).name
+            sys.stderr.write(f"[tnt_jax] ERROR: {name} is the second signal: ending at once.\n")
+            sys.stderr.flush()
+            os._exit(128 + signum)
+
+
+def _is_free(signum: int) -> bool:
+    handler = signal.getsignal(signum)
+    is_ignored_by_launcher = signum != signal.SIGTERM and "TNT_JOB_ID" in os.environ
+    return handler == signal.SIG_DFL or (handler == signal.SIG_IGN and is_ignored_by_launcher)
+
+
+def _forget(parent: StopSignals | None) -> None:
+    """Lets a process that os.fork has made, such as one that loads data, take signals as before.
+
+    It shares the pipe: a signal to it would count as one to its parent.
+    """
+    if parent is not None:
+        parent.restore()
+
+
+_LEFT = "left"
+_TICK_S = 0.01
+
+
+class Agreement:
+    """The points that all processes pass, and the one at which they stop.
+
+    Its keys in the coordination service begin with `folder`. `answer` returns, for this and the
+    text of a request, the first point at which this process can stop, or None if it has left; it
+    runs in the thread, may wait, and may close the points. `name`, `what` and `lost` are for the
+    thread and its messages.
+
+    Attributes:
+        passed: Points so far.
+        is_closed: Whether this process waits for the end at the next point.
+        end: The point where all stop; None until it is known from the `answers`.
+        has_asked: Whether the request of this process is the one that counts.
+        stopped: Set once this process has left.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        answer: Callable[["Agreement", str], int | None],
+        *,
+        name: str,
+        what: str,
+        lost: str,
+    ) -> None:
+        self.passed = 0
+        self.is_closed = self.has_asked = False
+        self.end: int | None = None
+        self.answers: list[int] = []
+        self.stopped = threading.Event()
+        self._folder, self._answer, self._what = folder, answer, what
+        self._has_answered = False
+        self._lock = threading.Lock()
+        self._process, self._num_processes = jax.process_index(), jax.process_count()
+        if self._num_processes > 1:
+            self._client = _jax.coordination_client()
+            self._thread = start_thread(self._agree, name=name, lost=lost)
+
+    def ask(self, text: str) -> str:
+        """Asks all processes to stop; returns the request that counts, which is the first."""
+        if self._num_processes == 1:
+            self.end = self._answer(self, text)
+            return text
+        try:
+            self._client.key_value_set(f"{self._folder}/request", text)
+            self.has_asked = True
+        except jax.errors.JaxRuntimeError as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+        return _jax.value_of_key(self._client, f"{self._folder}/request") or text
+
+    def stops_here(self) -> bool:
+        """Passes the next point; returns whether all processes stop there.
+
+        Once the points are closed, it waits until all have answered.
+        """
+        # Before the look at `is_closed`: the thread closes the points, and then reads the number.
+        self.passed += 1
+        return self.is_closed and self._await_end() <= self.passed
+
+    def answer(self, point: int) -> None:
+        """Closes the points and answers, unless this process has."""
+        self.is_closed = True
+        self._post(str(point))
+
+    def leave(self, answer: int | None, *, wait_s: float = 0) -> None:
+        """Ends the thread; answers in place of later points, with None after an error."""
+        self.stopped.set()
+        if self._num_processes > 1:
+            if wait_s:
+                self._thread.join(wait_s)
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # The service has ended.
+                self._post(_LEFT if answer is None else str(answer))
+
+    def clean(self) -> None:
+        """Ends the thread and deletes what this process has posted; all have met since the end."""
+        self.stopped.set()
+        if self._has_answered:
+            self._client.key_value_delete(f"{self._folder}/{self._process}")
+        if self.has_asked:
+            self._client.key_value_delete(f"{self._folder}/request")
+
+    def _post(self, answer: str) -> None:
+        with self._lock:
+            if self._has_answered:
+                return
+            self._has_answered = True
+        self._client.key_value_set(f"{self._folder}/{self._process}", answer)
+
+    def _await_end(self) -> int:
+        while self.end is None:
+            if self._num_processes == 1:
+                time.sleep(_TICK_S)  # The thread of the signal is about to set it.
+                continue
+            texts = [
+                read_key(f"{self._folder}/{process}", self._what) or ""
+                for process in range(self._num_processes)
+            ]
+            if _LEFT in texts:
+                raise RuntimeError(
+                    f"Process {texts.index(_LEFT)} has left the training loop by an error, while "
+                    "this one was asked to end it."
+                )
+            self._settle(texts)
+        return self.end
+
+    def _agree(self) -> None:
+        """Waits for a request, answers, and learns the end."""
+        try:
+            request = self._await_key("request")
+            point = None if request is None else self._answer(self, request)
+            if point is None:
+                return
+            self.answer(point)
+            texts = [self._await_key(str(process)) for process in range(self._num_processes)]
+            if None not in texts and _LEFT not in texts:
+                self._settle([str(text) for text in texts])
+        except jax.errors.JaxRuntimeError as error:
+            # The service has gone, and the job with it.
+            logger.debug("Nobody can ask for %s: %s", self._what, error)
+
+    def _await_key(self, name: str) -> str | None:
+        return await_key(f"{self._folder}/{name}", is_over=self.stopped.is_set)
+
+    def _settle(self, texts: list[str]) -> None:
+        self.answers = [int(text) for text in texts]
+        self.end = max(self.answers)
+
+
+# How long the end of the thread is waited for.
+_LONGEST_END_S = 3.0
+_NEVER = 2**62
+_END = object()
+_T = TypeVar("_T")
+
+
+class Preempted(BaseException):
+    """Raised at the point where all processes stop; it is no error."""
+
+
+class Points:
+    """The points of a call at which it may end; of one that nobody can ask to end, none."""
+
+    gives_up: Callable[[], bool] | None = None
+    """Says whether to wait no longer for what comes after the next point."""
+
+    def stops_here(self) -> bool:
+        """Passes the next point; returns whether all processes stop there.
+
+        After a request it waits until the processes have agreed.
+        """
+        return False
+
+    def pass_one(self) -> None:
+        """Passes the next point; raises Preempted if all processes stop there."""
+        if self.stops_here():
+            raise Preempted
+
+    def before_each(self, items: Iterable[_T]) -> Iterator[_T]:
+        """Yields items, with a point as of `pass_one` before each and one at their end."""
+        iterator = iter(items)
+        while True:
+            item = next(iterator, _END)
+            self.pass_one()
+            if item is _END:
+                return
+            yield item  # pyright: ignore[reportReturnType]
+
+
+class Watch(Points):
+    """Takes requests to end, and knows where this process stops.
+
+    `reason` is who asked, in words, and `signum` the signal. While `is_training`, calls within the
+    callbacks of `fit` do not end.
+    """
+
+    def __init__(self) -> None:
+        self.reason, self.signum = "", 0
+        self.is_training = False
+        self._pid = os.getpid()
+        self._agreement = Agreement(
+            "tnt_jax/preemption",
+            self._answer,
+            name="preemption",
+            what="the step after which all processes stop",
+            lost="Signals do not save the state of this job any more; a second one ends it:",
+        )
+        self._signals = StopSignals(self._ask)
+
+    def take_signals(self) -> None:
+        """Makes signals to this process requests, unless the script handles them."""
+        self._signals.install()
+
+    def leave_signals(self) -> None:
+        """Lets signals do what they did before, unless somebody has asked."""
+        if not self.reason:
+            self._signals.restore()
+
+    def stops_here(self) -> bool:
+        """Passes the next point; returns whether all processes stop there."""
+        return self._agreement.stops_here()
+
+    def gives_up(self) -> bool:
+        """Returns whether it is known that all processes stop at the next point."""
+        end = self._agreement.end
+        return end is not None and end <= self._agreement.passed + 1
+
+    def stop(self) -> None:
+        """Ends the threads; the other processes need not wait for points of this one."""
+        if os.getpid() != self._pid or self._agreement.stopped.is_set():
+            return
+        self._signals.close()
+        # After the script of process 0 has ended, the others end theirs.
+        point = self._agreement.passed + 1 if jax.process_index() else _NEVER
+        self._agreement.leave(point, wait_s=_LONGEST_END_S)
+
+    def _ask(self, signum: int) -> None:
+        """Asks all processes to stop; runs in the thread that takes signals."""
+        if exits.has_failed_peer():
+            # Whoever has seen that ends the others; together they can save nothing any more.
+            os._exit(128 + signum)
+        try:
+            self._agreement.ask(f"{signum} {jax.process_index()}")
+        except jax.errors.JaxRuntimeError as error:
+            # The service has ended, and the job with it.
+            logger.debug("The request to end was not posted: %s", error)
+
+    def _answer(self, agreement: Agreement, request: str) -> int:
+        """Returns the first point that this process has not passed."""
+        signum, process = map(int, request.split())
+        to = f" to process {process}" if jax.process_count() > 1 else ""
+        self.reason, self.signum = f"{signal.Signals(signum).name} came{to}", signum
+        agreement.is_closed = True
+        return agreement.passed + 1
+
+
+def _stop(watch: Watch | None) -> None:
+    if watch is not None:
+        watch.stop()
+        atexit.unregister(watch.stop)
+
+
+_watch = Slot[Watch | None](lambda: None, close=_stop)
+
+
+def current() -> Watch | None:
+    """Returns the watch of this job; None until `start`."""
+    return _watch.get()
+
+
+def start() -> Watch:
+    """Begins to take requests as long as the job lives; every process of it must call this."""
+    watch = _watch.get()
+    if watch is None:
+        runtime.init()
+        watch = Watch()
+        _watch.set(watch)
+        # Before the process leaves its job: its thread must not be in a call to the service then.
+        atexit.register(watch.stop)
+    return watch
+
+
+def renewed(points: Points) -> Points:
+    """Returns points of the running call for the processes of another generation."""
+    if not isinstance(points, Watch):
+        return points
+    watch = start()
+    watch.is_training = points.is_training
+    watch.take_signals()
+    return watch
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process with an exit code once all processes have come here."""
+    meet("the end of a preempted run")
+    sys.exit(code)
+
+
+@contextmanager
+def ending_call() -> Iterator[Points]:
+    """Yields the points of a call that has nothing to save, and ends the process where it stops.
+
+    Within `fit`, where only a callback can make such a call, it does not end.
+    """
+    watch = current()
+    try:
+        yield Points() if watch is None or watch.is_training else watch
+    except Preempted:
+        assert watch is not None
+        logger.warning("%s: ending with exit code %d.", watch.reason, PREEMPTED_EXIT_CODE)
+        leave(PREEMPTED_EXIT_CODE)
+
+
+_numbers = Slot(count)
+_PROGRAM_TICK_S = 0.005
+
+
+@contextlib.contextmanager
+def shared_stop(*, ahead: int, is_watched: bool) -> Iterator["SharedStop"]:
+    """Surrounds a loop of steps; see `SharedStop`.
+
+    If the loop ends without an error, all processes have met since its last step.
+    """
+    stop = SharedStop(ahead=ahead, is_watched=is_watched)
+    try:
+        yield stop
+    except BaseException:
+        if stop.agreement is not None:
+            stop.agreement.leave(None)
+        raise
+    if stop.agreement is not None:
+        stop.agreement.clean()
+
+
+class SharedStop:
+    """The decision of all processes to end one loop of steps; all make them in the same order.
+
+    `ahead` is the number of programs after which every process has seen the request of one that has
+    stopped; `is_watched` says, on all processes alike, if one may ask between the steps.
+    """
+
+    def __init__(self, *, ahead: int, is_watched: bool) -> None:
+        self.is_asked = self.is_over = False
+        self.agreement: Agreement | None = None
+        self._ahead = ahead
+        self._is_alone = jax.process_count() == 1
+        # The program after which this process has asked, and the one of the request that counts.
+        self._asked_at = self._request = 0
+        if is_watched and not self._is_alone:
+            self.agreement = Agreement(
+                f"tnt_jax/stop/{next(_numbers.get())}",
+                self._answer,
+                name="stop",
+                what="end of training",
+                lost="This process does not answer one that asks for the end of training:",
+            )
+
+    def after_program(self, asks: bool) -> bool:
+        """Returns whether the loop ends after the program that was just started."""
+        agreement = self.agreement
+        if agreement is None:
+            self.is_over = asks and self._is_alone
+            return self.is_over
+        number = agreement.passed + 1
+        if asks and not self.is_asked:
+            self._asked_at, self.is_asked = number, True
+            self._request = int(agreement.ask(str(number)))
+        if self.is_asked and number == self._request:
+            agreement.answer(number)
+        self.is_over = agreement.stops_here()
+        if agreement.has_asked and number == self._request and not self.is_over:
+            asking = [one for one, point in enumerate(agreement.answers) if point == number]
+            logger.warning(
+                "stop_training was set on %s alone. All processes end training together, %d "
+                "program(s) later or with the epoch. A callback should decide alike on every "
+                "process.",
+                name_processes(asking),
+                self._ahead,
+                extra={"on_every_process": True},
+            )
+        return self.is_over
+
+    def _answer(self, agreement: Agreement, request: str) -> int | None:
+        """Returns the first program after which this process can stop, once it has started it."""
+        number = int(request)
+        while agreement.passed < number:
+            if agreement.stopped.wait(_PROGRAM_TICK_S):
+                return None
+        return number if self.is_asked and self._asked_at <= number else number + self._ahead

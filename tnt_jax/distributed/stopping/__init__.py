@@ -1,1 +1,0 @@
-"""Agreement of all processes on the step after which they stop."""
