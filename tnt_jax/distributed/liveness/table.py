@@ -21,7 +21,7 @@ from tnt_jax.settings import LOST_EXIT_CODE, STALLED_EXIT_CODE
 
 _PIDS, _FIRST, _LEFT = "tnt_jax/pid", "tnt_jax/first_left", "tnt_jax/left"
 _CALL, _ANSWERS = "tnt_jax/roll_call", "tnt_jax/roll_call_answers"
-_NOTES, _STACKS = "tnt_jax/stall/note", "tnt_jax/stall/stack"
+_NOTES = "tnt_jax/stall/note"
 ANSWER_TIMEOUT_S = 5.0
 """Seconds that a process has to answer: one that holds Python's lock, or has no core, is late."""
 # What a process still computes after the last of the others has had its values ends within the
@@ -181,16 +181,6 @@ def post_place(client: Any, process: int, text: str) -> None:
 def places(client: Any) -> dict[int, str]:
     """Returns where each process was last, by process."""
     return _by_process(client, _NOTES)
-
-
-def post_stack(client: Any, process: int, text: str) -> None:
-    """Shows the Python stack of a process; empty once it goes on."""
-    client.key_value_set(f"{_STACKS}/{process}", text, allow_overwrite=True)
-
-
-def stacks(client: Any) -> dict[int, str]:
-    """Returns the Python stacks of processes that make no progress, by process."""
-    return _by_process(client, _STACKS)
 
 
 def _by_process(client: Any, folder: str) -> dict[int, str]:

@@ -98,7 +98,6 @@ class _Watch:
         self._client, self._process = _jax.coordination_client(), jax.process_index()
         self._changed_s, self._last = 0.0, Note()
         self._num_posts = 0
-        self._stack = ""
         # The last post of each process, and when it was first seen.
         self._seen: dict[int, tuple[str, float]] = {}
         # Since the service has answered.
@@ -167,7 +166,6 @@ class _Watch:
         if self._stopped.is_set():
             return
         self._post(replace(note, stuck_s=stuck_s))
-        self._post_stack(note, stuck_s)
         is_stuck = stuck_s >= self._early_s and bool(note.calls or note.waits or note.phase)
         # The master looks for all, because its output may be the only one that is shown.
         if is_stuck or self._process == 0:
@@ -180,18 +178,12 @@ class _Watch:
     def _post(self, note: Note) -> None:
         self._num_posts += 1
         own_s = {phase: round(seconds, 2) for phase, seconds in self._own_times.seconds.items()}
-        text = json.dumps({"posts": self._num_posts, "note": asdict(note), "own_s": own_s})
-        table.post_place(self._client, self._process, text)
-
-    def _post_stack(self, note: Note, stuck_s: float) -> None:
-        """Posts the stack once this process is likely to be asked for it."""
-        timeout_s = self._patience.timeout_s
-        stack = ""
-        if timeout_s and stuck_s >= limit_s(note, timeout_s) / 2:
+        timeout_s, stack = self._patience.timeout_s, ""
+        if timeout_s and note.stuck_s >= limit_s(note, timeout_s) / 2:
+            # It is likely to be asked for.
             stack = causes.describe_stacks()
-        if stack != self._stack:
-            table.post_stack(self._client, self._process, stack)
-            self._stack = stack
+        post = {"posts": self._num_posts, "note": asdict(note), "own_s": own_s, "stack": stack}
+        table.post_place(self._client, self._process, json.dumps(post))
 
     def _read(self) -> list[Seen]:
         """Returns what is known of each process."""
@@ -213,8 +205,9 @@ class _Watch:
             cause = find_cause(seen, timeout_s)
             if cause is not None:
                 # With the stack of its process, if that runs.
-                stacks = {} if cause.is_silent else table.stacks(self._client)
-                text = "\n".join(filter(None, [cause.text, stacks.get(cause.process)]))
+                post, _ = self._seen.get(cause.process, ("", 0.0))
+                stack = json.loads(post)["stack"] if post and not cause.is_silent else ""
+                text = "\n".join(filter(None, [cause.text, stack]))
                 self._end_job(replace(cause, text=text), True)
         self._warn([each.note for each in seen])
         if self._process == 0:
