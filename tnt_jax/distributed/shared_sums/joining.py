@@ -13,6 +13,7 @@ import os
 import platform
 import secrets
 import shutil
+import stat
 import subprocess
 import tempfile
 import threading
@@ -24,7 +25,8 @@ import jax
 
 from tnt_jax import _jax
 from tnt_jax.cluster.devices import machine_id
-from tnt_jax.distributed.liveness.rendezvous import read_key
+from tnt_jax.distributed.liveness.rendezvous import meet
+from tnt_jax.files import is_own
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
 
@@ -32,7 +34,7 @@ _SOURCE = Path(__file__).with_name("sums.c")
 _OPTIONS = ("-std=gnu11", "-O3", "-shared", "-fPIC", "-pthread")
 _COMPILE_S = 60
 _TARGET = "tnt_jax_sum"
-_KEY = "tnt_jax/shared_sums"
+_CALL = "shared memory"
 _TOKEN_BYTES = 32
 # Microseconds that a sum looks for the others' values before it lets its thread go. No time, where
 # they may need this core to compute them.
@@ -79,7 +81,7 @@ def join(devices: Sequence[Any], *, is_wanted: bool = True) -> None:
     alone on its machine.
     """
     process = jax.process_index()
-    machines = _told(f"{machine_id('net')} {machine_id('pid')}", "machine")
+    machines = meet(_CALL, f"{machine_id('net')} {machine_id('pid')}")
     members = [other for other, machine in enumerate(machines) if machine == machines[process]]
     hosts = [
         [x.id for x in devices if machines[x.process_index] == machine]
@@ -96,13 +98,13 @@ def join(devices: Sequence[Any], *, is_wanted: bool = True) -> None:
     else:
         library, place, problem = _prepared(is_first=process == members[0])
     cores = ",".join(map(str, os.sched_getaffinity(0)))
-    told = [text.split("|", 2) for text in _told(f"{place}|{cores}|{problem}", "prepared")]
+    told = [text.split("|", 2) for text in meet(_CALL, f"{place}|{cores}|{problem}")]
     problems = [problem for _, _, problem in told if problem]
     if library is not None and not problems:
         num_cores = len({core for other in members for core in told[other][1].split(",")})
         looking_us = _LOOKING_US if len(own) <= num_cores else 0
         problem = _opened(library, told[members[0]][0], members, own, looking_us)
-        problems = [text for text in _told(problem, "opened") if text]
+        problems = [text for text in meet(_CALL, problem) if text]
         handler = jax.ffi.pycapsule(library.tnt_jax_sum)
         if not problems and _jax.replace_sums(_TARGET, handler, hosts):
             _library.set(library)
@@ -159,15 +161,6 @@ def _opened(
     return f"shared memory cannot be used: {os.strerror(failed)}" if failed else ""
 
 
-def _told(text: str, what: str) -> list[str]:
-    """Returns the texts of all processes, each of which must call it."""
-    _jax.coordination_client().key_value_set(f"{_KEY}/{what}/{jax.process_index()}", text)
-    return [
-        read_key(f"{_KEY}/{what}/{process}", "shared memory") or ""
-        for process in range(jax.process_count())
-    ]
-
-
 def load_library() -> ctypes.CDLL:
     """Returns the library, which is compiled first if need be; raises an OSError."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
@@ -208,8 +201,8 @@ def _own_folder() -> Path | None:
         facts = folder.stat()
     except OSError:
         return None
-    is_own = facts.st_uid == os.geteuid() and not facts.st_mode & 0o022
-    return folder if is_own and os.access(folder, os.W_OK) else None
+    is_safe = is_own(facts, writable=stat.S_IWGRP | stat.S_IWOTH) and os.access(folder, os.W_OK)
+    return folder if is_safe else None
 
 
 def _compiled(compiler: str, folder: Path, name: str) -> ctypes.CDLL:
