@@ -26,7 +26,7 @@ OF_THE_PROCESS = {
     "job._job",
     "job._lock",
     "adapters.loops._lock",
-    "cluster.ray._agreed",
+    "cluster.clusters._agreed",
     "data.indexed.fetch._recipe_of_worker",
     "data.feed._running",
     "distributed.liveness.rendezvous._is_ending",

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tnt_jax.cluster.clusters import Job, detect_job
-from tnt_jax.cluster.slurm import expand_counts, expand_nodes
+from tnt_jax.cluster.clusters import Job, detect_job, expand_counts, expand_nodes
 
 # Two nodes, two tasks each, srun of SLURM 22.05; shortened to what concerns tasks and devices.
 SLURM = {

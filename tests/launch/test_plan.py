@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tnt_jax.cluster.job import Job
+from tnt_jax.cluster.clusters import Job
 from tnt_jax.launch.planning.environment import (
     PLUGIN_PATH,
     Launch,

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from tnt_jax.cluster import ray as cluster_ray
+from tnt_jax.cluster import clusters
 from tnt_jax.cluster.clusters import detect_job
 from tnt_jax.on_ray import worker
 from tnt_jax.on_ray.worker import role, train_worker
@@ -33,13 +33,13 @@ def in_worker(monkeypatch):
         train.get_context = lambda: Context(rank, size)
         monkeypatch.setitem(sys.modules, "ray.train", train)
         said = []
-        monkeypatch.setattr(cluster_ray, "broadcast", lambda value: said.append(value) or told)
-        monkeypatch.setattr(cluster_ray, "node_address", lambda: "10.0.0.5")
-        cluster_ray._agreed.cache_clear()
+        monkeypatch.setattr(clusters, "broadcast", lambda value: said.append(value) or told)
+        monkeypatch.setattr(clusters, "node_address", lambda: "10.0.0.5")
+        clusters._agreed.cache_clear()
         return said
 
     yield enter
-    cluster_ray._agreed.cache_clear()
+    clusters._agreed.cache_clear()
 
 
 def test_a_process_that_has_not_loaded_ray_is_no_worker(monkeypatch):
@@ -67,7 +67,7 @@ def test_the_others_take_the_address_that_worker_0_says(in_worker):
     said = in_worker(3, 4, told=("10.0.0.9:4711", b"secret"))
     job = detect_job({}, count_gpus=lambda environ: 0)
     assert (job.process_id, job.coordinator_address) == (3, "10.0.0.9:4711")
-    assert cluster_ray.train_secret() == b"secret"
+    assert clusters.train_secret() == b"secret"
     assert said == [None]
 
 

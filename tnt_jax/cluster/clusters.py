@@ -1,25 +1,110 @@
-"""Detects which job a process belongs to, whatever started it."""
+"""Detects which job a process belongs to, whatever started it, and its position there."""
 
 import json
 import re
-from collections.abc import Mapping
+import secrets
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain, islice
 from typing import Any
 
 from tnt_jax.cluster.devices import count_gpus
-from tnt_jax.cluster.job import (
-    GpuCounter,
-    Job,
-    choose_port,
-    coordinator_address,
-    given_devices,
-    own_devices,
-)
-from tnt_jax.cluster.ray import detect_ray_train
-from tnt_jax.cluster.slurm import detect_slurm
-from tnt_jax.on_ray.worker import role
+from tnt_jax.on_ray.worker import TrainWorker, broadcast, node_address, role, train_worker
 from tnt_jax.settings import read_settings
 
-__all__ = ["Job", "detect_job"]
+# The end of the dynamic ports (RFC 6335), which Linux by default does not use for outgoing
+# connections.
+_FIRST_PORT = 61440
+_NUM_PORTS = 4096
+# More than any machine has: variables that ask for more are wrong, and would exhaust the memory.
+MOST_PROCESSES = 2**20
+GpuCounter = Callable[[Mapping[str, str]], int]
+RAY_TRAIN = "Ray Train"
+"""`Job.source` of the workers of Ray Train."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Settings with which a process joins its job.
+
+    Attributes:
+        coordinator_address: `host:port` where process 0 listens.
+        process_id: Number of this process, `0 <= process_id < num_processes`.
+        local_device_ids: Indices, among the visible devices, of those that this process owns; None
+            for all.
+        source: Where this comes from, for messages: "Ray Train", "TNT_*", "TF_CONFIG", "Open MPI",
+            "SLURM" or "Kubernetes".
+    """
+
+    coordinator_address: str
+    num_processes: int
+    process_id: int
+    local_device_ids: tuple[int, ...] | None
+    source: str
+
+    def __post_init__(self) -> None:
+        """Checks the numbers, which come from variables that anything may have set."""
+        if not 0 <= self.process_id < self.num_processes <= MOST_PROCESSES:
+            raise ValueError(
+                f"{self.source} names process {self.process_id} of {self.num_processes}, but "
+                "processes are numbered from 0 to below their number, which is "
+                f"{MOST_PROCESSES} at most. Correct the variables of {self.source}."
+            )
+
+
+def choose_port(number: int) -> int:
+    """Returns a port that all processes derive from a number they share, such as the job's id."""
+    return _FIRST_PORT + number % _NUM_PORTS
+
+
+def coordinator_address(environ: Mapping[str, str], host: str, port: int) -> str:
+    """Returns the coordinator's address; JAX's own variables override those of the cluster."""
+    given = environ.get("JAX_COORDINATOR_ADDRESS")
+    if given and given.rpartition(":")[2].isdigit():
+        return given
+    return f"{given or host}:{environ.get('JAX_COORDINATOR_PORT') or port}"
+
+
+def given_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
+    """Returns what `JAX_LOCAL_DEVICE_IDS` says; None if it is not set."""
+    given = environ.get("JAX_LOCAL_DEVICE_IDS")
+    return tuple(int(number) for number in given.split(",")) if given else None
+
+
+def own_devices(
+    environ: Mapping[str, str],
+    *,
+    local_rank: int,
+    local_size: int,
+    gpus_on_node: int | None,
+    count_gpus: GpuCounter,
+) -> tuple[int, ...] | None:
+    """Returns which of the visible GPUs this process owns; None for all visible devices.
+
+    JAX chooses the GPU whose index is the local rank. That fails if each task sees only its own
+    GPU, as index 0 (jax#23452), and if a task has several. Here, a process that sees fewer GPUs
+    than its node has owns all of them; processes that see all GPUs divide them evenly.
+
+    `gpus_on_node` GPUs are those that the cluster gives the job on this node, None if unknown.
+    `JAX_LOCAL_DEVICE_IDS` takes precedence; `JAX_PLATFORMS=cpu` means no GPU.
+    """
+    given = given_devices(environ)
+    if given is not None:
+        return given
+    if local_size == 1 or environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu":
+        return None
+    visible = count_gpus(environ)
+    if visible <= 1 or (gpus_on_node is not None and visible < gpus_on_node):
+        return None
+    if visible < local_size:
+        # More processes than GPUs: neighbours share one (jax#29669).
+        return (local_rank * visible // local_size,)
+    return tuple(
+        range(local_rank * visible // local_size, (local_rank + 1) * visible // local_size)
+    )
+
 
 # TensorFlow's own order: the chief, once called master, comes first.
 _TF_KINDS = ("chief", "master", "worker")
@@ -203,3 +288,158 @@ def _detect_kubernetes(environ: Mapping[str, str]) -> Job | None:
             "numbered from 0."
         )
     return Job(address, int(num_processes), int(index), None, "Kubernetes")
+
+
+# SLURM's own limits are 65,533 nodes and as many dimensions of their names as there are letters.
+_MOST_NODES, _MOST_RANGES = 2**16, 16
+_PATTERN = r"(?:[^\[\]]|\[\d{1,18}(?:-\d{1,18})?(?:,\d{1,18}(?:-\d{1,18})?)*\])+"
+_NEEDED = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")
+
+
+def detect_slurm(environ: Mapping[str, str], count_gpus: GpuCounter) -> Job | None:
+    """Returns the job of a task that `srun` started with others, otherwise None.
+
+    A batch script counts as a single task, even if the job has many, and so does the shell that
+    `salloc` opens in a step of its own.
+    """
+    if not all(environ.get(name) for name in _NEEDED):
+        return None
+    num_processes = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1)
+    if num_processes == 1:
+        return None
+    nodes = expand_nodes(environ["SLURM_STEP_NODELIST"])
+    stated = environ.get("SLURM_STEP_NUM_NODES") or len(nodes)
+    if int(stated) != len(nodes):
+        raise ValueError(
+            f"SLURM_STEP_NUM_NODES is {stated}, but SLURM_STEP_NODELIST "
+            f"({environ['SLURM_STEP_NODELIST']:.80}) lists {len(nodes)} nodes. Start the script by "
+            "srun, which sets both."
+        )
+    port = choose_port(int(environ["SLURM_JOB_ID"]) + int(environ.get("SLURM_STEP_ID") or 0))
+    return Job(
+        coordinator_address=coordinator_address(environ, nodes[0], port),
+        num_processes=num_processes,
+        process_id=int(environ["SLURM_PROCID"]),
+        local_device_ids=own_devices(
+            environ,
+            local_rank=int(environ["SLURM_LOCALID"]),
+            local_size=_tasks_on_this_node(environ, len(nodes), num_processes),
+            gpus_on_node=_gpus_on_this_node(environ),
+            count_gpus=count_gpus,
+        ),
+        source="SLURM",
+    )
+
+
+def _tasks_on_this_node(environ: Mapping[str, str], num_nodes: int, num_tasks: int) -> int:
+    counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+    if not counts:
+        return -(-num_tasks // num_nodes)
+    return expand_counts(counts)[int(environ.get("SLURM_NODEID") or 0)]
+
+
+def _gpus_on_this_node(environ: Mapping[str, str]) -> int | None:
+    for name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
+        if environ.get(name):
+            return len(environ[name].split(","))
+    count = environ.get("SLURM_GPUS_ON_NODE", "")
+    return int(count) if count.isdigit() else None
+
+
+def expand_counts(text: str) -> list[int]:
+    """Returns the numbers in SLURM's notation for repeated counts.
+
+    Example:
+        >>> expand_counts("2(x3),1")
+        [2, 2, 2, 1]
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d{1,5})\))?", part.strip())
+        if found is None or len(counts) > _MOST_NODES:
+            raise ValueError(
+                f"SLURM states counts as 2(x3),1, of at most {_MOST_NODES} nodes, but here as "
+                f"{text!r:.80}."
+            )
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def expand_nodes(text: str) -> list[str]:
+    """Returns the names in a SLURM node list.
+
+    Example:
+        >>> expand_nodes("gpu[01-03,7],login1")
+        ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login1']
+        >>> expand_nodes("rack[1-2]node[8-9]")
+        ['rack1node8', 'rack1node9', 'rack2node8', 'rack2node9']
+    """
+    # A comma separates nodes outside the brackets only.
+    patterns = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text.strip())
+    is_list = text.count("[") == text.count("]") and all(
+        pattern.count("[") <= _MOST_RANGES and re.fullmatch(_PATTERN, pattern)
+        for pattern in patterns
+    )
+    names = chain.from_iterable(_expand(pattern.strip()) for pattern in patterns if is_list)
+    nodes = list(islice(names, _MOST_NODES + 1))
+    if not 0 < len(nodes) <= _MOST_NODES:
+        raise ValueError(
+            f"SLURM lists nodes as node[01-03,7],other, {_MOST_NODES} at most, but here as "
+            f"{text!r:.80}."
+        )
+    return nodes
+
+
+def _expand(pattern: str) -> Iterator[str]:
+    found = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", pattern)
+    if found is None:
+        yield pattern
+        return
+    for number in _numbers(found[2]):
+        for rest in _expand(found[3]):
+            yield found[1] + number + rest
+
+
+def _numbers(ranges: str) -> Iterator[str]:
+    for part in ranges.split(","):
+        first, dash, last = part.partition("-")
+        for number in range(int(first), int(last if dash else first) + 1):
+            yield str(number).zfill(len(first))
+
+
+_SECRET_BYTES = 32
+
+
+def detect_ray_train() -> Job | None:
+    """Returns the job of a process that is one of several workers of Ray Train, otherwise None.
+
+    All workers must call it, the first time: worker 0 tells the others where it will listen.
+    """
+    worker = train_worker()
+    if worker is None or worker.size == 1:
+        return None
+    return Job(_agreed(worker)[0], worker.size, worker.rank, None, RAY_TRAIN)
+
+
+def train_secret() -> bytes:
+    """Returns what only the workers of this process's run know; all of them must call it.
+
+    It travels within Ray, beside the address.
+    """
+    worker = train_worker()
+    assert worker is not None
+    return _agreed(worker)[1]
+
+
+# For the life of the process, which is a worker of one run only: a second call asks nobody.
+@cache
+def _agreed(worker: TrainWorker) -> tuple[str, bytes]:
+    """Returns the address of the coordinator and the secret of the job; worker 0 chooses both."""
+    if worker.rank:
+        return broadcast(None)
+    with socket.socket() as found:
+        found.bind(("", 0))
+        port = found.getsockname()[1]
+    host = node_address()
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return broadcast((address, secrets.token_bytes(_SECRET_BYTES)))

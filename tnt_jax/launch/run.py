@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tnt_jax.cluster.job import Job
+from tnt_jax.cluster.clusters import Job
 from tnt_jax.launch.planning.environment import SECRET, Launch, carried_environment
 from tnt_jax.launch.planning.facts import (
     Facts,

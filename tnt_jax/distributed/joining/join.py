@@ -18,10 +18,8 @@ from functools import partial
 import jax
 
 from tnt_jax import _jax
-from tnt_jax.cluster.clusters import Job, detect_job
+from tnt_jax.cluster.clusters import RAY_TRAIN, Job, detect_job, train_secret
 from tnt_jax.cluster.devices import cpu_kind, machine_id
-from tnt_jax.cluster.ray import SOURCE as RAY_TRAIN
-from tnt_jax.cluster.ray import train_secret
 from tnt_jax.distributed.elastic.link import link, unless_ended
 from tnt_jax.distributed.leaving import exits
 from tnt_jax.distributed.liveness import table

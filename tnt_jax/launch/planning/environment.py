@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tnt_jax.cluster.job import Job
+from tnt_jax.cluster.clusters import Job
 from tnt_jax.launch.planning.facts import Facts
 from tnt_jax.launch.planning.options import Options
 

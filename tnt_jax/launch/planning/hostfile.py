@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tnt_jax.cluster.slurm import expand_nodes
+from tnt_jax.cluster.clusters import expand_nodes
 
 LOCALHOST = "localhost"
 _logger = logging.getLogger("tnt_jax.launch")
