@@ -27,9 +27,9 @@ The launcher sends it:
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 # A process that is lost sooner after it was started, so many times in a row, is not started again.
 _EARLY_S, _MOST_EARLY = 30.0, 3
@@ -42,32 +42,24 @@ _COULD_NOT = "could not go on"
 _PAUSE_S = 3.0
 
 
-class Actions(Protocol):
-    """What the launcher does for a membership."""
+class Actions(NamedTuple):
+    """What the launcher does for a membership.
 
-    def tell(self, rank: int, **fields: Any) -> None:
-        """Sends a message to a process."""
-        ...
+    Attributes:
+        tell: Sends a message, its fields as keywords, to the process of a rank.
+        start: Starts a process in the place of one that was lost.
+        kill: Ends a process at once.
+        show: Shows what a process prints from here on: it has become the master.
+        say: Shows one line to the user.
+        give_up: Ends the attempt as a failure, for a reason.
+    """
 
-    def start(self, rank: int) -> None:
-        """Starts a process in the place of one that was lost."""
-        ...
-
-    def kill(self, rank: int) -> None:
-        """Ends a process at once."""
-        ...
-
-    def show(self, rank: int) -> None:
-        """Shows what a process prints from here on: it has become the master."""
-        ...
-
-    def say(self, text: str) -> None:
-        """Shows one line to the user."""
-        ...
-
-    def give_up(self, reason: str) -> None:
-        """Ends the attempt as a failure."""
-        ...
+    tell: Callable[..., None]
+    start: Callable[[int], None]
+    kill: Callable[[int], None]
+    show: Callable[[int], None]
+    say: Callable[[str], None]
+    give_up: Callable[[str], None]
 
 
 @dataclass

@@ -419,6 +419,9 @@ class Supervisor:
     def _running(self) -> list[Child]:
         return [child for child in self._children.values() if child.code is None]
 
+    def _running_as(self, rank: int) -> list[Child]:
+        return [child for child in self._running() if child.rank == rank]
+
     def _watch(
         self, source: FileLike, events: int, action: Callable[[], None], *, wanted: bool
     ) -> None:
@@ -499,19 +502,17 @@ class Supervisor:
 
     def _pass_on(self, message: Mapping[str, Any]) -> None:
         """Passes on a message of the launcher to a process of an elastic job."""
-        for child in self._running():
-            if child.rank == message["rank"] and child.link is not None:
+        for child in self._running_as(message["rank"]):
+            if child.link is not None:
                 child.tell(message["message"])
 
     def _kill(self, message: Mapping[str, Any]) -> None:
-        for child in self._running():
-            if child.rank == message["rank"]:
-                send_signal([child.pid, *descendants(child.pid)], signal.SIGKILL)
+        for child in self._running_as(message["rank"]):
+            send_signal([child.pid, *descendants(child.pid)], signal.SIGKILL)
 
     def _show_all(self, message: Mapping[str, Any]) -> None:
-        for child in self._running():
-            if child.rank == message["rank"]:
-                child.shown = frozenset(("stdout", "stderr"))
+        for child in self._running_as(message["rank"]):
+            child.shown = frozenset(("stdout", "stderr"))
 
     def _release(self, message: Mapping[str, Any]) -> None:
         self._stays = False

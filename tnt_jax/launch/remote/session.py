@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tnt_jax.launch.membership import Membership
+from tnt_jax.launch.membership import Actions, Membership
 from tnt_jax.launch.planning.plan import Process
 from tnt_jax.launch.processtree import catch_signals
 from tnt_jax.launch.remote.connection import Connection
@@ -50,23 +50,6 @@ class HostError(RuntimeError):
     def __init__(self, reasons: Mapping[str, str]) -> None:
         super().__init__("\n".join(f"{host}: {reason}" for host, reason in reasons.items()))
         self.reasons = dict(reasons)
-
-
-class _Actions:
-    """Actions of a session for the membership of its job."""
-
-    def __init__(self, session: "Session") -> None:
-        self.start, self.kill, self.show = session.start_again, session.kill, session.show
-        self.give_up = session.give_up
-        self._session = session
-
-    def tell(self, rank: int, **fields: Any) -> None:
-        """Sends a message to a process."""
-        self._session.tell_member(rank, fields)
-
-    def say(self, text: str) -> None:
-        """Shows one line to the user."""
-        say(text)
 
 
 class Session:
@@ -196,8 +179,16 @@ class Session:
         self._began_at = time.monotonic()
         if at_least is not None:
             self._plans = {process.rank: process for process in processes}
+            actions = Actions(
+                tell=self._tell_member,
+                start=self._start_again,
+                kill=partial(self._send_to_host, "kill"),
+                show=partial(self._send_to_host, "show"),
+                say=say,
+                give_up=partial(self._fail, 1),
+            )
             self._membership = Membership(
-                self._running, at_least=at_least, silence_s=silence_s, actions=_Actions(self)
+                self._running, at_least=at_least, silence_s=silence_s, actions=actions
             )
         for host, connection in self._connections.items():
             self._start(connection, [item for item in processes if item.host == host])
@@ -434,7 +425,7 @@ class Session:
         if self._membership is not None and not self._running:
             self._tell_all("release")
 
-    def start_again(self, rank: int) -> None:
+    def _start_again(self, rank: int) -> None:
         """Starts a process of an elastic job in the place of one that was lost."""
         plan = self._plans[rank]
         environment = {**plan.environment, "TNT_ELASTIC_JOINS": "1"}
@@ -481,23 +472,14 @@ class Session:
                 self._selector.unregister(descriptor)
         connection.release()
 
-    def tell_member(self, rank: int, message: Mapping[str, Any]) -> None:
+    def _tell_member(self, rank: int, **message: Any) -> None:
         """Sends a message to a process of an elastic job."""
         connection = self._connections[self._plans[rank].host]
         if not (connection.finished or connection.closed):
             connection.send("member", rank=rank, message=json.dumps(message) + "\n")
 
-    def kill(self, rank: int) -> None:
-        """Ends a process of an elastic job at once."""
-        self._connections[self._plans[rank].host].send("kill", rank=rank)
-
-    def show(self, rank: int) -> None:
-        """Shows what a process of an elastic job prints from here on."""
-        self._connections[self._plans[rank].host].send("show", rank=rank)
-
-    def give_up(self, reason: str) -> None:
-        """Ends an elastic job that cannot go on."""
-        self._fail(1, reason)
+    def _send_to_host(self, kind: str, rank: int) -> None:
+        self._connections[self._plans[rank].host].send(kind, rank=rank)
 
     def _on_member(self, connection: Connection, message: Mapping[str, Any]) -> None:
         if (membership := self._open_membership) is not None:
