@@ -172,21 +172,17 @@ def _path(facts: Facts, environ: Mapping[str, str], num_processes: int) -> dict[
     plugin = PLUGIN_PATH if num_processes > 1 else None
     if plugin is None and facts.package_root is None:
         return {}
-    return {
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [plugin, facts.package_root, environ.get("PYTHONPATH")])
-        )
-    }
+    paths = [plugin, facts.package_root, environ.get("PYTHONPATH")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def _cache(facts: Facts, options: Options) -> dict[str, str]:
     if not options.compilation_cache or not facts.cache_dir:
         return {}
     # Hosts with different instruction sets can share a home directory.
+    folder = os.path.join(facts.cache_dir, "tnt_jax", f"compilation-{facts.cpu_kind}")
     return {
-        "JAX_COMPILATION_CACHE_DIR": os.path.join(
-            facts.cache_dir, "tnt_jax", f"compilation-{facts.cpu_kind}"
-        ),
+        "JAX_COMPILATION_CACHE_DIR": folder,
         # A model has many programs that take less than the second from which JAX keeps them.
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     }
@@ -216,7 +212,9 @@ def _direct_connections(environ: Mapping[str, str], coordinator_address: str) ->
 
 
 def _library_options(options: Options) -> dict[str, str]:
-    directory = options.checkpoint_dir
+    directory, scale, explain = options.checkpoint_dir, options.scale, options.explain
+    record_as, record_steps = options.recording or (None, None)
+    runs = scale or (options.verify if record_steps else None)
     chosen = {
         "TNT_LOG_LEVEL": options.log_level,
         "TNT_LOG_ON_ALL_DEVICES": "1" if options.log_on_all_devices else None,
@@ -228,31 +226,17 @@ def _library_options(options: Options) -> dict[str, str]:
         # On other hosts processes may start in another directory.
         "TNT_CHECKPOINT_DIR": None if directory is None else os.path.abspath(directory),
         "TNT_CHECKPOINT_EVERY": options.checkpoint_every,
+        "TNT_EXPLAIN_STEPS": explain and explain.steps,
+        "TNT_EXPLAIN_ROUNDS": explain and explain.rounds,
+        "TNT_SCALE_STEPS": scale and scale.steps,
+        "TNT_SCALE_FROM": runs and runs.ranks[0],
+        "TNT_SCALE_WEAK": scale and int(scale.is_weak),
+        "TNT_RECORD_AS": record_as,
+        "TNT_RECORD_STEPS": record_steps,
     }
     variables = {name: str(value) for name, value in chosen.items() if value is not None}
-    if options.explain is not None:
-        variables |= {
-            "TNT_EXPLAIN_STEPS": str(options.explain.steps),
-            "TNT_EXPLAIN_ROUNDS": str(options.explain.rounds),
-        }
-    if not (options.scale or options.recording or options.explain):
-        return variables
-    # What is measured is no run of the user's, so that it must not be noted as one.
-    variables = {**dict.fromkeys(("TNT_CHECKPOINT_DIR", "TNT_GOODPUT", "TNT_TIMELINE"), "")} | (
-        variables
-    )
-    if (scale := options.scale) is not None:
-        variables |= {
-            "TNT_SCALE_STEPS": str(scale.steps),
-            "TNT_SCALE_FROM": str(scale.ranks[0]),
-            "TNT_SCALE_WEAK": str(int(scale.is_weak)),
-        }
-    if options.recording is not None and options.verify is not None:
-        kind, steps = options.recording
-        variables |= {
-            "TNT_RECORD_AS": kind,
-            "TNT_RECORD_STEPS": str(steps),
-            "TNT_SCALE_FROM": str(options.verify.ranks[0]),
-            "TNT_GOODPUT": "",
-        }
+    if scale or explain or record_steps:
+        # What is measured is no run of the user's, so that it must not be noted as one.
+        not_noted = dict.fromkeys(("TNT_CHECKPOINT_DIR", "TNT_GOODPUT", "TNT_TIMELINE"), "")
+        variables = not_noted | variables
     return variables
