@@ -32,8 +32,8 @@ class Slot(Generic[_T]):
 
     Args:
         make: Makes the value of a job; it may ask for other slots.
-        close: Is given the value when the job ends, before the values that were made earlier are
-            closed; for threads, connections and hooks.
+        close: Is given the value, unless that is None, when the job ends, before the values that
+            were made earlier are closed; for threads, connections and hooks.
         lasts: Whether the value stays when the process leaves its devices and the other processes
             to go on with others, in an elastic job.
     """
@@ -42,7 +42,7 @@ class Slot(Generic[_T]):
         self,
         make: Callable[[], _T],
         *,
-        close: Callable[[_T], None] | None = None,
+        close: Callable[[Any], None] | None = None,
         lasts: bool = False,
     ) -> None:
         self._make = make
@@ -65,7 +65,7 @@ class Slot(Generic[_T]):
 
     def close(self, value: _T) -> None:
         """Closes a value of this slot."""
-        if self._close is not None:
+        if self._close is not None and value is not None:
             self._close(value)
 
 

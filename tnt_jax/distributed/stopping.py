@@ -367,6 +367,7 @@ class Watch(Points):
         """Ends the threads; the other processes need not wait for points of this one."""
         if os.getpid() != self._pid or self._agreement.stopped.is_set():
             return
+        atexit.unregister(self.stop)
         self._signals.close()
         # After the script of process 0 has ended, the others end theirs.
         point = self._agreement.passed + 1 if jax.process_index() else _NEVER
@@ -392,13 +393,7 @@ class Watch(Points):
         return agreement.passed + 1
 
 
-def _stop(watch: Watch | None) -> None:
-    if watch is not None:
-        watch.stop()
-        atexit.unregister(watch.stop)
-
-
-_watch = Slot[Watch | None](lambda: None, close=_stop)
+_watch = Slot[Watch | None](lambda: None, close=Watch.stop)
 
 
 def current() -> Watch | None:

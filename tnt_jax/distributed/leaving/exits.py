@@ -64,6 +64,7 @@ class Membership:
     Attributes:
         disconnects: Whether it, and not whoever made it, closes the connection to the service.
         shut_down_by: Exit code that `shut_down` means, None if unknown, and what calls it.
+        unhook: Undoes its hooks in the interpreter.
     """
 
     client: Any
@@ -71,6 +72,7 @@ class Membership:
     num_processes: int
     disconnects: bool = True
     shut_down_by: tuple[int | None, str] = (0, "tnt_jax.shutdown()")
+    unhook: Callable[[], None] = lambda: None
     _pid: int = field(default_factory=os.getpid)
     # The clock's time less the time that passes, and the last change of that, with its moment.
     _ahead_s: float = field(default_factory=_seconds_ahead)
@@ -234,6 +236,7 @@ class Membership:
         """Leaves the job before the end of the script."""
         if not self._is_leaving:
             self.leave(ExitNotice(self.process, *self.shut_down_by))
+        self.unhook()
 
     def remember_exit(self, code: Any) -> None:
         """Takes note of the argument of `sys.exit`."""
@@ -428,15 +431,7 @@ class Membership:
             _jax.await_disconnection(self.client, self.num_processes)
 
 
-def _leave(joined: tuple[Membership, Callable[[], None]] | None) -> None:
-    if joined is not None:
-        membership, unhook = joined
-        membership.shut_down()
-        unhook()
-
-
-# With what undoes its hooks in the interpreter.
-_membership = Slot[tuple[Membership, Callable[[], None]] | None](lambda: None, close=_leave)
+_membership = Slot[Membership | None](lambda: None, close=Membership.shut_down)
 
 
 def introduce(process: int, num_processes: int, *, disconnects: bool = True) -> Membership:
@@ -449,12 +444,9 @@ def introduce(process: int, num_processes: int, *, disconnects: bool = True) -> 
     table.post_pid(own.client, process)
     if process == 0:
         own.start_waiter()
-    _membership.set((own, _hook_in(own)))
+    own.unhook = _hook_in(own)
+    _membership.set(own)
     return own
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _hook_in(own: Membership) -> Callable[[], None]:
@@ -477,10 +469,8 @@ def _hook_in(own: Membership) -> Callable[[], None]:
     originals = [getattr(owner, name) for owner, name, _ in hooks]
     for owner, name, hook in hooks:
         setattr(owner, name, hook)
-    if link() is None:
-        aborts_again = _jax.before_abort(own.end_without_service)
-    else:
-        aborts_again = _do_nothing  # `_jax.stop_threads_that_fail` prevents aborts.
+    # In an elastic job `_jax.stop_threads_that_fail` prevents aborts.
+    aborts_again = _jax.before_abort(own.end_without_service) if link() is None else lambda: None
     # Once Python has ended, a function of Python cannot be called.
     atexit.register(aborts_again)
     # Runs before JAX's own, which was registered earlier.
@@ -500,20 +490,19 @@ def _hook_in(own: Membership) -> Callable[[], None]:
 
 def forget_generation() -> None:
     """Lets this process leave its generation without a word: it goes on with other processes."""
-    if (joined := _membership.get()) is not None:
-        membership, unhook = joined
-        membership.forget()
-        unhook()
+    if (own := _membership.get()) is not None:
+        own.forget()
+        own.unhook()
         _membership.set(None)
 
 
 def end_job(cause: Cause, service_answers: bool) -> None:
     """Ends all processes of the job because of one; see `Membership.end_job`."""
-    if (joined := _membership.get()) is not None:
-        joined[0].end_job(cause, service_answers)
+    if (own := _membership.get()) is not None:
+        own.end_job(cause, service_answers)
 
 
 def has_failed_peer() -> bool:
     """Returns whether another process of the job is known to have failed or to be lost."""
-    joined = _membership.get()
-    return joined is not None and joined[0].has_failed_peer()
+    own = _membership.get()
+    return own is not None and own.has_failed_peer()

@@ -91,7 +91,7 @@ class _Watch:
         end_job: Callable[[Cause, bool], None],
         is_waiting: Callable[[], bool],
     ) -> None:
-        self.pid = os.getpid()
+        self._pid = os.getpid()
         self._here = here()
         self._patience, self._end_job = patience, end_job
         self._clock = _Clock(patience.tick_s)
@@ -117,6 +117,7 @@ class _Watch:
 
     def stop(self) -> None:
         """Ends the threads: none must be in a call to the service at the interpreter's exit."""
+        atexit.unregister(self.leave)
         self._stopped.set()
         for thread in self._threads:
             if threading.current_thread() is not thread:
@@ -124,9 +125,15 @@ class _Watch:
 
     def leave(self) -> None:
         """Tells the other processes that this process's script has ended."""
-        self._here.has_left = True
-        self._post(self._here.note())
-        self.stop()
+        # A process made by os.fork shares the connection to the service and must not use it.
+        if os.getpid() != self._pid:
+            return
+        try:
+            self._here.has_left = True
+            self._post(self._here.note())
+            self.stop()
+        except (jax.errors.JaxRuntimeError, Interrupted) as error:
+            logger.debug("The coordination service has gone: %s", error)
 
     def _run(self) -> None:
         while not self._stopped.wait(self._patience.tick_s):
@@ -256,13 +263,7 @@ def _note(text: str) -> Note:
     return Note(**values)
 
 
-def _end_watch(watch: _Watch | None) -> None:
-    if watch is not None:
-        watch.stop()
-        atexit.unregister(_leave)
-
-
-_watch = Slot[_Watch | None](lambda: None, close=_end_watch)
+_watch = Slot[_Watch | None](lambda: None, close=_Watch.stop)
 
 
 def start_watching(
@@ -276,13 +277,4 @@ def start_watching(
     if _watch.get() is None:
         watch = _Watch(patience, end_job, is_waiting)
         _watch.set(watch)
-        atexit.register(_leave, watch)
-
-
-def _leave(watch: _Watch) -> None:
-    # A process made by os.fork shares the connection to the service and must not use it.
-    if os.getpid() == watch.pid:
-        try:
-            watch.leave()
-        except (jax.errors.JaxRuntimeError, Interrupted) as error:
-            logger.debug("The coordination service has gone: %s", error)
+        atexit.register(watch.leave)
