@@ -1,2 +1,2 @@
-from .shared_trial import SharedTrial as SharedTrial
+from .studies import SharedTrial as SharedTrial
 from .studies import optimize as optimize

@@ -13,8 +13,7 @@ from tnt_jax.keras_compat.callbacks.base import Callback
 from tnt_jax.keras_compat.callbacks.monitor import Monitor, SaveFreq, saving_times
 from tnt_jax.on_ray.storage import RayStorage, open_storage
 from tnt_jax.on_ray.worker import role
-from tnt_jax.search.require import import_optuna
-from tnt_jax.search.shared_trial import SharedTrial
+from tnt_jax.search.studies import SharedTrial, import_optuna
 
 # Ray itself warns every minute of a copy that takes long.
 _LONGEST_COPY_S = 3600.0
