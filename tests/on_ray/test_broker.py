@@ -6,8 +6,7 @@ import pytest
 from ray_clusters import leave_cluster, ray_cluster_of
 
 from tnt_jax.on_ray import node
-from tnt_jax.on_ray.broker import connect, open_doors
-from tnt_jax.on_ray.bundles import reserve
+from tnt_jax.on_ray.broker import connect, open_doors, reserve
 
 
 def test_the_reason_why_ray_cannot_connect_is_told():

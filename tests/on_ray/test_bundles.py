@@ -2,7 +2,7 @@
 
 import pytest
 
-from tnt_jax.on_ray.bundles import describe_lack
+from tnt_jax.on_ray.broker import describe_lack
 
 CPU, GPU = {"CPU": 1}, {"CPU": 1, "GPU": 1}
 

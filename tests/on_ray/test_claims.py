@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tnt_jax.on_ray.claims import Claim, remove_unclaimed
+from tnt_jax.on_ray.storage import Claim, remove_unclaimed
 
 CLAIMS = """
 import sys, pathlib
-from tnt_jax.on_ray.claims import Claim
+from tnt_jax.on_ray.storage import Claim
 claim = Claim(pathlib.Path(sys.argv[1]))
 print("claimed", flush=True)
 sys.stdin.read()

@@ -3,13 +3,16 @@
 Ray takes a folder from one process, with the metrics of the moment, and copies it to its storage,
 which may be a bucket; when it starts the run again, it offers the last one. Process 0 therefore
 keeps the checkpoints of the job in a folder of its machine, which begins as a copy of what Ray
-offers, and reports links to it.
+offers, and reports links to it. A process that is killed leaves its folder, which the next one on
+the machine removes: a folder belongs to the process that holds its lock (`Claim`).
 
     storage = open_storage()
     ...  # Checkpoints are written below `storage.folder`.
     storage.report({"loss": 0.1}, checkpoints=["fit-1/tnt_jax_backup_120"])
 """
 
+import fcntl
+import glob
 import os
 import shutil
 import tempfile
@@ -18,9 +21,46 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tnt_jax.on_ray.claims import Claim, remove_unclaimed
+from tnt_jax.files import private_folder
 from tnt_jax.on_ray.require import import_ray
 from tnt_jax.on_ray.worker import TrainWorker, broadcast, role, train_worker
+
+_CLAIM = ".claim"
+
+
+class Claim:
+    """The claim of this process to a private folder, which it makes if it is not there."""
+
+    def __init__(self, folder: Path) -> None:
+        private_folder(str(folder))
+        self._folder = folder
+        new = folder / f"{_CLAIM}-{os.getpid()}"
+        self._descriptor = os.open(new, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        # Nobody sees a claim that is not locked.
+        new.rename(folder / _CLAIM)
+
+    def remove(self) -> None:
+        """Removes the folder."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._descriptor)
+
+
+def remove_unclaimed(prefix: str) -> None:
+    """Removes temporary folders with a prefix whose claims are of processes that ended."""
+    for found in glob.glob(f"{glob.escape(tempfile.gettempdir())}/{glob.escape(prefix)}*"):
+        try:
+            descriptor = os.open(f"{found}/{_CLAIM}", os.O_RDWR)
+        except OSError:  # Another user's, or not claimed yet.
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(found, ignore_errors=True)
+        except BlockingIOError:  # Its process is alive.
+            continue
+        finally:
+            os.close(descriptor)
+
 
 _PREFIX = "tnt_jax-ray-"
 _MARK = "tnt_jax.txt"
