@@ -5,7 +5,7 @@ import re
 import pytest
 from processes import launch
 
-from tnt_jax.launch.remote.reports import failure_report, gist
+from tnt_jax.launch.remote.session import failure_report, gist
 
 DEATHS = [
     ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was ended by signal 9 (SIGKILL)", ""),

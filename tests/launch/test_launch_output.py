@@ -9,7 +9,7 @@ import pytest
 
 from tnt_jax.launch.processtree import is_handled
 from tnt_jax.launch.remote.connection import Lines
-from tnt_jax.launch.remote.reports import excerpt
+from tnt_jax.launch.remote.session import excerpt
 
 GLOO = (
     "[Gloo] Rank {} is connected to {} peer ranks. Expected number of connected peer ranks is : {}"

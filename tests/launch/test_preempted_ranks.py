@@ -10,7 +10,7 @@ from tnt_jax.distributed import stopping
 from tnt_jax.keras_compat.fit.hooks import Progress
 from tnt_jax.keras_compat.fit.resume import save_and_exit
 from tnt_jax.launch.processtree import descendants
-from tnt_jax.launch.remote.reports import preemption_cause
+from tnt_jax.launch.remote.session import preemption_cause
 
 SAVES = """
 import os, signal, subprocess, sys, time
