@@ -269,14 +269,12 @@ class phase:
         self._name: Phase = name
 
     def __enter__(self) -> None:
-        """Begins the phase."""
         own = account()
         self._account = own if own.is_own_thread else None
         if self._account is not None:
             self._before: Phase = self._account.switch(self._name)
 
     def __exit__(self, *_: object) -> None:
-        """Begins the phase before again."""
         if self._account is not None:
             self._account.switch(self._before)
 

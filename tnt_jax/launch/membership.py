@@ -162,7 +162,6 @@ class Membership:
         self._form()
 
     def _end_stuck(self, message: Mapping[str, Any]) -> None:
-        """Ends a process that runs, but makes no progress."""
         if (
             message["number"] == self._number
             and not self._causes
@@ -306,7 +305,6 @@ class Membership:
         return {rank: seat for rank, seat in self._seats.items() if seat.is_in}
 
     def _interrupt(self, why: str) -> None:
-        """Ends the generation."""
         if not self._causes:
             self._since = time.monotonic()
             self._without_step += 1
@@ -361,11 +359,9 @@ class Membership:
         self._start_generation(ranks, source)
 
     def _can_train(self, size: int) -> bool:
-        """Returns whether so many processes are a generation."""
         return size >= self._at_least and (self._sizes is None or size in self._sizes)
 
     def _what_lacks(self, size: int) -> str:
-        """Returns why so many processes are no generation, in words."""
         if size < self._at_least or self._sizes is None:
             return f"fewer than {self._at_least}"
         return f"and the model computes on {' or '.join(map(str, self._sizes))} only"

@@ -159,7 +159,6 @@ def run_attempt(
 
 
 def _fewest_processes(options: Options, planned: int) -> int | None:
-    """Returns with how many processes an elastic job goes on; None if the job is none."""
     if not options.elastic:
         return None
     fewest = options.min_processes or 1
@@ -187,7 +186,6 @@ class _Phases:
         self._last = time.monotonic()
 
     def end(self, name: str) -> None:
-        """Ends a phase; the next one begins."""
         moment = time.monotonic()
         _logger.debug("Start-up: %s took %.2f s.", name, moment - self._last)
         self._last = moment

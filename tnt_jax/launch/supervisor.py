@@ -66,7 +66,6 @@ class _WithoutGreetings:
         self._waiting = b""
 
     def feed(self, data: bytes) -> bytes:
-        """Returns what can be shown once the next piece of the stream has come."""
         data = _GREETING.sub(b"", self._waiting + data)
         begin = data.rfind(_BEGIN)
         is_open = begin >= 0 and b"\n" not in data[begin:] and len(data) - begin < _LONGEST_BYTES
@@ -74,7 +73,6 @@ class _WithoutGreetings:
         return data
 
     def flush(self) -> bytes:
-        """Returns the data held back at the end of the stream."""
         rest, self._waiting = self._waiting, b""
         return rest
 
@@ -501,7 +499,6 @@ class Supervisor:
             self._outbox.beat_for_ever()
 
     def _pass_on(self, message: Mapping[str, Any]) -> None:
-        """Passes on a message of the launcher to a process of an elastic job."""
         for child in self._running_as(message["rank"]):
             if child.link is not None:
                 child.tell(message["message"])

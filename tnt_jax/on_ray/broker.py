@@ -165,7 +165,6 @@ def _processes(count: int) -> str:
 
 
 def _room(ray: Any, bundle: dict[str, int]) -> int:
-    """Returns how many such bundles the nodes have room for."""
     free = ray._private.state.available_resources_per_node()
     return sum(
         int(min(resources.get(name, 0) // amount for name, amount in bundle.items()))
@@ -178,7 +177,6 @@ def _total(ray: Any, resource: str) -> float:
 
 
 def _names(ray: Any) -> dict[str, str]:
-    """Returns the name of each node that is alive, by its id."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     names: dict[str, str] = {}
     seen: Counter[str] = Counter()
@@ -355,7 +353,6 @@ class _Channel:
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        """Runs the program, and carries its streams until it has ended or the node is lost."""
         try:
             code = self._run()
         except Exception as error:  # The launcher tells its user, whatever it is.

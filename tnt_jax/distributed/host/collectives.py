@@ -53,7 +53,6 @@ class Description(NamedTuple):
     reason: str | None = None
 
     def __str__(self) -> str:
-        """Returns one line for each kind, planned and compiled."""
         lines = [] if self.reason is None else [f"chosen by the compiler: {self.reason}"]
         for title, entries in (("planned", self.planned), ("compiled", self.compiled)):
             for kind in sorted({entry[0] for entry in entries}):

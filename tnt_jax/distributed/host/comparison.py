@@ -66,7 +66,6 @@ def describe_differences(
 def _by_value(
     values: Sequence[str], members: Sequence[Sequence[int]], whose: Sequence[str] | None
 ) -> str:
-    """Returns each value and the processes that have it, the lowest process first."""
     processes: dict[str, list[int]] = {}
     for value, group in zip(values, members, strict=True):
         processes.setdefault(value, []).extend(group)

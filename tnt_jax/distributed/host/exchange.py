@@ -140,7 +140,6 @@ def _exchanged(chunk: np.ndarray, members: tuple[int, ...], program: Any) -> np.
 
 @once_per_job
 def _mesh(members: tuple[int, ...]) -> Mesh:
-    """Returns a mesh of the first device of each process."""
     firsts = {device.process_index: device for device in reversed(jax.devices())}
     return Mesh(np.asarray([firsts[process] for process in members]), ("processes",))
 
@@ -296,7 +295,6 @@ def gather(
 
 
 def _small_bytes(num_members: int) -> int:
-    """Returns up to how many bytes of a process go along with the comparison."""
     # Each process receives those of all from the coordinator.
     return max(_SMALL_BYTES, min(16 * _SMALL_BYTES, 2**20 // num_members**2))
 

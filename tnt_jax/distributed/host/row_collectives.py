@@ -195,7 +195,6 @@ def _own_range(rows: int, splits: list[int], num_members: int, own: int) -> tupl
 
 
 def _shares(name: str, rows: int, splits: Sequence[int] | None, num_members: int) -> list[int]:
-    """Returns how many rows go to each process."""
     if splits is None:
         if rows % num_members:
             raise ValueError(

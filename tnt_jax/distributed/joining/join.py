@@ -182,7 +182,6 @@ def _take_part(job: Job, settings: Settings, *, disconnects: bool = True) -> str
 
 
 def _first_meeting_s(job: Job, settings: Settings) -> int:
-    """Returns the seconds that the processes have to come together."""
     # The launcher has seen that the hosts reach one another, and sees processes that fail; the
     # others may be reading their data.
     is_launched = "TNT_JOB_ID" in os.environ
@@ -250,7 +249,6 @@ def _missing_processes(job: Job, timeout_s: int) -> str:
 
 
 def _hosts_of_processes(job: Job, here: str, *, timeout_s: int) -> list[tuple[str, str, str]]:
-    """Returns, for each process of the job, its machine, and the machine's name and address."""
     own = f"{here} {socket.gethostname()} {own_address() or 'unresolved'}"
     told = table.exchange("host", own, job.process_id, job.num_processes, timeout_s=timeout_s)
     return [

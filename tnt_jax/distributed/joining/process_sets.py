@@ -46,7 +46,6 @@ class ProcessSet:
         object.__setattr__(self, "ranks", tuple(sorted(numbers)))
 
     def __str__(self) -> str:
-        """Returns the ranks in words."""
         return f"ranks {', '.join(map(str, self.ranks))}"
 
     @property

@@ -272,7 +272,6 @@ def _checked_indices(indices: Sequence[int], available: int) -> Sequence[int]:
 
 
 def _gather_ids(own: list[int]) -> list[int]:
-    """Returns the device ids that all processes chose."""
     if jax.process_count() == 1:
         return own
     text = ",".join(map(str, own))

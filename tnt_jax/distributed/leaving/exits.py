@@ -323,7 +323,6 @@ class Membership:
         os._exit(code)
 
     def _cause_of(self, error: BaseException) -> ExitNotice | None:
-        """Returns the notice that an error follows from, if any."""
         if isinstance(error, PeerError):
             return self._await_notice(error.process)
         if not tells_of_loss(error):
@@ -350,7 +349,6 @@ class Membership:
         return None
 
     def _missing(self) -> set[int]:
-        """Returns the processes that are not seen, do not answer and have not left."""
         left = {notice.process for notice in self._notices()}
         silent = table.unanswered(self.client, self.num_processes)
         return silent - left - self._peers.running()

@@ -95,7 +95,6 @@ class Note:
         return f"in {last}{inner}{epoch}{step}"
 
     def __str__(self) -> str:
-        """Returns where the process is and what it does there, in words."""
         doing = f"in {self.what}" if self.what else _WORDS.get(self.phase, "")
         return f"{self.place}, {doing}" if doing and not self.has_left else self.place
 
@@ -179,7 +178,6 @@ class waiting:
         self._what = what
 
     def __enter__(self) -> None:
-        """Begins the wait."""
         self._here, self._thread = own, thread = here(), threading.get_ident()
         self._before = own.waits.get(thread)
         own.waits[thread] = self._what
@@ -188,7 +186,6 @@ class waiting:
         self._start_ns = 0 if self._timeline is None else time.perf_counter_ns()
 
     def __exit__(self, *_: object) -> None:
-        """Ends the wait; the thread waits on for what it waited for before."""
         if self._before is None:
             del self._here.waits[self._thread]
         else:

@@ -191,7 +191,6 @@ def meet(
 
 
 def _next_meeting(together: tuple[int, ...]) -> int:
-    """Returns the number of this process's next meeting with these processes, from 0 on."""
     _numbers.get()[together] += 1
     if len(together) == jax.process_count():
         phases.here().meetings = _numbers.get()[together]

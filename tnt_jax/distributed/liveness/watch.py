@@ -75,7 +75,6 @@ class _Clock:
         self._read_at, self._now_s = time.monotonic(), 0.0
 
     def now_s(self) -> float:
-        """Returns the seconds so far."""
         moment = time.monotonic()
         self._now_s += min(moment - self._read_at, self.longest_s)
         self._read_at = moment
@@ -193,7 +192,6 @@ class _Watch:
         table.post_place(self._client, self._process, json.dumps(post))
 
     def _read(self) -> list[Seen]:
-        """Returns what is known of each process."""
         texts = table.places(self._client)
         now_s = self._clock.now_s()
         for process, text in texts.items():

@@ -89,7 +89,6 @@ class _Lines:
         self._frames = dict(_numbered(text, "StackFrames", r"\{(.*)\}"))
 
     def array(self, shape: str, rest: str) -> HeldArray:
-        """Returns the array that an instruction makes."""
         arrays = re.findall(r"\w+\[[\d,]*\]", shape)
         most = max(map(hlo.num_shape_bytes, arrays), default=0)
         plain = " and ".join(x for x in arrays if hlo.num_shape_bytes(x) * 10 >= most)
@@ -124,7 +123,6 @@ def _numbers(entry: str) -> dict[str, int]:
 
 
 def _numbered(text: str, title: str, pattern: str) -> Iterator[tuple[int, str]]:
-    """Yields the entries of a table in the head of a program."""
     table = re.search(rf"^{title}\n((?:\d+ .*\n)*)", text, flags=re.MULTILINE)
     for number, entry in re.findall(
         rf"^(\d+) {pattern}$", table[1] if table else "", flags=re.MULTILINE

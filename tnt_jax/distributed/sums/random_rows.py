@@ -364,7 +364,6 @@ _known_draws: dict[Any, dict[Drawn, RowDim | None]] = {}
 
 @cache
 def _impl(known: frozenset[tuple[Drawn, RowDim | None]]) -> Any:
-    """Returns the implementation of keys that draw known arrays."""
     row_dims = dict(known)
 
     def row_dim(name: str, shape: Shape) -> RowDim | None:

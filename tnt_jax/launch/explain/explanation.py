@@ -452,7 +452,6 @@ class Explanation:
         return "\n".join([title, self.sentence, *lines, *notes])
 
     def __repr__(self) -> str:
-        """Returns the text."""
         return self.text
 
     def to_json(self) -> str:
@@ -488,7 +487,6 @@ class Explanation:
         )
 
     def _repr_html_(self) -> str:
-        """Returns the page, which notebooks show."""
         return self.to_html()
 
 

@@ -81,7 +81,6 @@ def _option(metavar: str | None, help: str, *, default: Any = None, **settings: 
 
 
 def _number(metavar: str, help: str, *, lowest: int = 1, **settings: Any) -> Any:
-    """Returns a field for an integer."""
     return _option(metavar, help, type=_at_least(lowest), **settings)
 
 

@@ -34,11 +34,9 @@ class RayNodes:
         self._broker: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "RayNodes":
-        """Returns itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Frees the nodes."""
         self.free()
 
     def take(self) -> list[HostEntry]:
@@ -91,7 +89,6 @@ class RayNodes:
             broker.wait()
 
     def _await_nodes(self, broker: subprocess.Popen[bytes]) -> dict[str, Any]:
-        """Returns what the broker answers: the nodes, and the path of its socket."""
         assert broker.stdout is not None
         waits = None
         for line in broker.stdout:

@@ -426,7 +426,6 @@ class Session:
             self._tell_all("release")
 
     def _start_again(self, rank: int) -> None:
-        """Starts a process of an elastic job in the place of one that was lost."""
         plan = self._plans[rank]
         environment = {**plan.environment, "TNT_ELASTIC_JOINS": "1"}
         self._running[rank] = plan.host
@@ -473,7 +472,6 @@ class Session:
         connection.release()
 
     def _tell_member(self, rank: int, **message: Any) -> None:
-        """Sends a message to a process of an elastic job."""
         connection = self._connections[self._plans[rank].host]
         if not (connection.finished or connection.closed):
             connection.send("member", rank=rank, message=json.dumps(message) + "\n")

@@ -32,7 +32,6 @@ class _Table:
         self._has_begun = False
 
     def __call__(self, line: bytes) -> bool:
-        """Returns whether a line belongs to it."""
         self._has_begun = self._has_begun or _TRIALS.match(line) is not None
         return self._has_begun
 
@@ -126,7 +125,6 @@ def _try_sums(trials: Trials, scale: Scale, failures: Mapping[int, str]) -> list
 
 
 def _with_projection(scaling: Scaling, to_ranks: int, link_gbit: float | None) -> Scaling:
-    """Returns a scaling with the curve continued, or with the reason why it is not."""
     try:
         projection = continue_curve(scaling, to_ranks, link_gbit=link_gbit)
     except ValueError as error:

@@ -349,7 +349,6 @@ class Scaling:
         ]
 
     def _notes_on_batches(self) -> list[str]:
-        """Returns what to say if the global batch is not that of the kind of scaling."""
         first, *others = self.points
         for point in others:
             growth = point.ranks / first.ranks if self.is_weak else 1
@@ -366,7 +365,6 @@ class Scaling:
         return []
 
     def __repr__(self) -> str:
-        """Returns the table."""
         return self.table
 
     def plot(self, path: str | Path | IO[bytes] | None = None) -> Any:

@@ -40,8 +40,6 @@ _WANTED = "a call of fit, or of a distributed step, that trains"
 
 @dataclass(frozen=True)
 class _Run:
-    """How the script runs once."""
-
     name: str
     ranks: int
     kind: Kind
@@ -232,7 +230,6 @@ def _checked(
 
 
 def _record(trials: Trials, run: _Run, steps: int, **changes: str) -> tuple[Recording | None, str]:
-    """Returns what a run has recorded, or None and why it has recorded nothing."""
     say(f"{run.name}.")
     try:
         report = trials.run(run.ranks, _IS_RECORD, recording=(run.kind, steps), **changes)
@@ -246,7 +243,6 @@ def _record(trials: Trials, run: _Run, steps: int, **changes: str) -> tuple[Reco
 
 
 def _measured(trials: Trials, verify: Verify) -> Scaling | None:
-    """Returns speed and efficiency on all numbers of ranks; None if they cannot be measured."""
     scale = Scale(verify.ranks, rounds=verify.rounds)
     options = replace(trials.options, verify=None, scale=scale)
     wanted = "a call of fit: the speed of a custom training loop is not measured"

@@ -182,7 +182,6 @@ class Rounding:
         )
 
     def _seen(self, path: str, start: int, end: int) -> float:
-        """Returns how far the two runs are apart in the change of an array between two steps."""
         if self._rounded is None:
             return 0.0
         known = [(run.at(start), run.at(end)) for run in (self._plain, self._rounded)]
@@ -205,7 +204,6 @@ class Rounding:
 
 
 def _largest_apart(plain: Recording, rounded: Recording) -> dict[str, dict[int, float]]:
-    """Returns how far the updates of each array are apart at most, up to each step."""
     found: dict[str, dict[int, float]] = {}
     for before, after in pairwise(plain.known):
         others = rounded.at(before.step), rounded.at(after.step)

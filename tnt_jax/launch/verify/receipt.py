@@ -90,7 +90,6 @@ class Receipt:
         return all(check.is_good for check in self.checks)
 
     def __repr__(self) -> str:
-        """Returns what was found, in words."""
         return self.text
 
     @property
