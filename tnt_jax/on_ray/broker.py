@@ -285,16 +285,14 @@ def _answer(answers: Any, **fields: Any) -> None:
 def _hold(ray: Any, wish: Wish, tell: Callable[[str], None]) -> tuple[Reservation, list["_Door"]]:
     """Reserves nodes, anew if one is lost before it can be used."""
     while True:
-        held = _reserve(ray, wish, tell)
+        if wish.num_processes is None:
+            held = reserve_every_node(ray)
+        else:
+            fewest, use_gpus = wish.fewest, wish.use_gpus
+            held = reserve(ray, wish.num_processes, fewest=fewest, use_gpus=use_gpus, tell=tell)
         doors = open_doors(ray, held, wish.command)
         if doors is not None:
             return held, doors
-
-
-def _reserve(ray: Any, wish: Wish, tell: Callable[[str], None]) -> Reservation:
-    if wish.num_processes is None:
-        return reserve_every_node(ray)
-    return reserve(ray, wish.num_processes, fewest=wish.fewest, use_gpus=wish.use_gpus, tell=tell)
 
 
 @dataclass(frozen=True)
@@ -356,7 +354,8 @@ class _Channel:
         try:
             code = self._run()
         except Exception as error:  # The launcher tells its user, whatever it is.
-            self._send(b"e", f"Ray cannot use the node, or has lost it: {_gist(error)}\n".encode())
+            gist = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            self._send(b"e", f"Ray cannot use the node, or has lost it: {gist}\n".encode())
             code = 1
         self._send(b"x", str(code).encode())
 
@@ -364,11 +363,9 @@ class _Channel:
         door = self._door
         start = self._ray.get(self._actor.start.remote(list(door.command), door.variables))
         threading.Thread(target=self._carry_input, args=(start,), daemon=True).start()
-        errors = threading.Thread(
-            target=self._carry, args=(b"e", "read_errors", "errors"), daemon=True
-        )
+        errors = threading.Thread(target=self._carry, args=(b"e", "errors"), daemon=True)
         errors.start()
-        self._carry(b"o", "read_output", "output")
+        self._carry(b"o", "output")
         errors.join()
         return self._ray.get(self._actor.wait.remote())
 
@@ -386,11 +383,11 @@ class _Channel:
             if not data:
                 return
 
-    def _carry(self, kind: bytes, method: str, group: str) -> None:
+    def _carry(self, kind: bytes, stream: str) -> None:
         while True:
             try:
-                read = getattr(self._actor, method).options(concurrency_group=group)
-                data = self._ray.get(read.remote())
+                read = self._actor.read.options(concurrency_group=stream)
+                data = self._ray.get(read.remote(stream))
             except self._ray.exceptions.RayError:
                 return
             if not data:
@@ -403,10 +400,6 @@ class _Channel:
                 self._peer.sendall(HEADER.pack(kind, len(data)) + data)
             except OSError:
                 return  # The launcher has gone.
-
-
-def _gist(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 if __name__ == "__main__":

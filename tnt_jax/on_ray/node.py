@@ -59,17 +59,12 @@ class Program:
             # The program has ended, which its other streams tell.
             return
 
-    def read_output(self) -> bytes:
-        """Returns what it writes to its standard output; nothing at the end."""
+    def read(self, stream: str) -> bytes:
+        """Returns what it writes to its standard "output", or "errors"; nothing at the end."""
         assert self._popen is not None
-        assert self._popen.stdout is not None
-        return os.read(self._popen.stdout.fileno(), 1 << 16)
-
-    def read_errors(self) -> bytes:
-        """Returns what it writes to its standard error; nothing at the end."""
-        assert self._popen is not None
-        assert self._popen.stderr is not None
-        return os.read(self._popen.stderr.fileno(), 1 << 16)
+        source = self._popen.stdout if stream == "output" else self._popen.stderr
+        assert source is not None
+        return os.read(source.fileno(), 1 << 16)
 
     def wait(self) -> int:
         """Returns its exit code once it has ended."""

@@ -198,7 +198,8 @@ def optimize(
             gc_after_trial=gc_after_trial,
             show_progress_bar=show_progress_bar,
         )
-        best = _best_trials(optuna, study)
+        is_complete = (optuna.trial.TrialState.COMPLETE,)
+        best = study.best_trials if study.get_trials(deepcopy=False, states=is_complete) else []
     except BaseException as error:
         if not lead.has_failed:
             _announce(_Next(error=f"{type(error).__name__}: {error}"))
@@ -283,8 +284,3 @@ def _check_outcome(own: str) -> None:
             "but must end alike on all processes. Decide on pruning by the SharedTrial or "
             "tnt_jax.callbacks.OptunaPruning."
         )
-
-
-def _best_trials(optuna: Any, study: Any) -> list[Any]:
-    complete = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
-    return study.best_trials if complete else []

@@ -170,7 +170,11 @@ def _take_part(job: Job, settings: Settings, *, disconnects: bool = True) -> str
     """Makes this process, which JAX has connected, and the others known to one another."""
     membership = exits.introduce(job.process_id, job.num_processes, disconnects=disconnects)
     here = machine_id("net")
-    hosts = _hosts_of_processes(job, here, timeout_s=_first_meeting_s(job, settings))
+    own = f"{here} {socket.gethostname()} {own_address() or 'unresolved'}"
+    timeout_s = _first_meeting_s(job, settings)
+    told = table.exchange("host", own, job.process_id, job.num_processes, timeout_s=timeout_s)
+    # Of each process the machine, and the machine's name and address.
+    hosts = [(machine, name, address) for machine, name, address in map(str.split, told)]
     _check_host_names(set(hosts))
     if link() is None:
         membership.watch()
@@ -248,14 +252,6 @@ def _missing_processes(job: Job, timeout_s: int) -> str:
     )
 
 
-def _hosts_of_processes(job: Job, here: str, *, timeout_s: int) -> list[tuple[str, str, str]]:
-    own = f"{here} {socket.gethostname()} {own_address() or 'unresolved'}"
-    told = table.exchange("host", own, job.process_id, job.num_processes, timeout_s=timeout_s)
-    return [
-        (machine, name, address) for machine, name, address in (text.split(" ") for text in told)
-    ]
-
-
 def _check_host_names(hosts: set[tuple[str, str, str]]) -> None:
     """Raises the same error on every process if host names resolve to loopback addresses."""
     # Gloo, which carries CPU collectives, listens on the address of the machine's own name: 127.x
@@ -265,7 +261,9 @@ def _check_host_names(hosts: set[tuple[str, str, str]]) -> None:
         for _, name, address in sorted(hosts)
         if address.startswith("127.") or address == "::1"
     ]
-    if len({machine for machine, _, _ in hosts}) > 1 and looped and _cpu_collectives_are_needed():
+    platforms = jax.config.jax_platforms or "cpu"  # type: ignore[attr-defined]
+    is_on_cpus = platforms.split(",")[0] == "cpu"
+    if len({machine for machine, _, _ in hosts}) > 1 and looped and is_on_cpus:
         raise RuntimeError(
             f"Host(s) {', '.join(looped)} resolve their own name to a loopback address, so the "
             "other hosts of the job cannot reach them. Give each host name its network address in "
@@ -279,7 +277,3 @@ def own_address() -> str | None:
         return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         return None
-
-
-def _cpu_collectives_are_needed() -> bool:
-    return (jax.config.jax_platforms or "cpu").split(",")[0] == "cpu"  # type: ignore[attr-defined]

@@ -194,13 +194,6 @@ class Point:
     gradient_bytes: int
 
 
-def points_of(runs: Sequence[Run]) -> list[Point]:
-    """Returns what runs measured on each number of ranks, in increasing order."""
-    numbers = sorted({run.ranks for run in runs})
-    first = {run.round: run for run in runs if run.ranks == numbers[0]}
-    return [_point([run for run in runs if run.ranks == number], first) for number in numbers]
-
-
 def _point(runs: Sequence[Run], first: dict[int, Run]) -> Point:
     pairs = [(run, first[run.round]) for run in runs if run.round in first]
     efficiencies = [
@@ -321,7 +314,9 @@ class Scaling:
     @property
     def points(self) -> list[Point]:
         """What was measured on each number of ranks, in increasing order."""
-        return points_of(self.runs)
+        runs, numbers = self.runs, sorted({run.ranks for run in self.runs})
+        first = {run.round: run for run in runs if run.ranks == numbers[0]}
+        return [_point([run for run in runs if run.ranks == number], first) for number in numbers]
 
     @property
     def table(self) -> str:

@@ -3,10 +3,9 @@
 import hashlib
 import json
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from tnt_jax.launch.scale.scaling import Scaling, read_results
 from tnt_jax.launch.verify.comparison import Difference, Recording, Rounding, compare
@@ -112,7 +111,10 @@ class Receipt:
             "script": list(self.script),
             "checksum": self.checksum,
             "commit": self.commit,
-            "checks": [_kept_check(check) for check in self.checks],
+            "checks": [
+                asdict(check) | {"difference": check.difference and check.difference._asdict()}
+                for check in self.checks
+            ],
             "scaling": self.scaling and json.loads(self.scaling.to_json()),
             "reference": self.reference.to_dict(),
             "rounded": self.rounded and self.rounded.to_dict(),
@@ -133,19 +135,14 @@ class Receipt:
             kept["commit"],
             Recording.from_dict(kept["reference"]),
             kept["rounded"] and Recording.from_dict(kept["rounded"]),
-            [_read_check(check) for check in kept["checks"]],
+            [
+                Check(
+                    **check | {"difference": (found := check["difference"]) and Difference(**found)}
+                )
+                for check in kept["checks"]
+            ],
             kept["scaling"] and Scaling.from_json(json.dumps(kept["scaling"])),
         )
-
-
-def _kept_check(check: Check) -> dict[str, Any]:
-    kept = asdict(check)
-    return kept | {"difference": check.difference and check.difference._asdict()}
-
-
-def _read_check(kept: Mapping[str, Any]) -> Check:
-    difference = kept["difference"] and Difference(**kept["difference"])
-    return Check(**{**kept, "difference": difference})
 
 
 def read_receipt(path: str) -> Receipt:
