@@ -31,11 +31,10 @@ _logger = logging.getLogger("tnt_jax.launch")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `tnt-jax` with these arguments, by default those of the process; returns the exit code.
+    """Runs `tnt-jax` with these arguments, by default those of the process.
 
-    Returns:
-        What the script returned (`session.Session.run`); 2 if the job could not be started; 130
-        after Ctrl-C before its start.
+    Returns the exit code: what the script returned (`Session.run`), 2 if the job could not be
+    started, 130 after Ctrl-C before its start.
     """
     is_program = argv is None
     if is_program:

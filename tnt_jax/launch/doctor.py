@@ -290,10 +290,8 @@ def judge(
 ) -> list[Finding]:
     """Returns the findings about each host.
 
-    Args:
-        hosts: The examination of each host, by name.
-        token: What the launcher wrote to the working directory; empty if that failed.
-        skews_s: By how much each host's clock is ahead of the launcher's, and the uncertainty.
+    `token` is what the launcher wrote to the working directory, empty if that failed; `skews_s` are
+    by how much each host's clock is ahead of the launcher's, and the uncertainty.
     """
     all_facts = {host: Facts.from_json(found.facts) for host, found in hosts.items()}
     obstacles = find_obstacles(all_facts)

@@ -83,13 +83,10 @@ class _Seat:
 
 
 class Membership:
-    """The processes of a job and its generations.
+    """The processes of a job, by rank on these hosts, and its generations.
 
-    Args:
-        hosts: The host of each process, by rank.
-        at_least: Processes with which training goes on.
-        silence_s: Seconds without a message after which a process counts as lost.
-        actions: What is done about it.
+    Training goes on with `at_least` processes; one counts as lost after `silence_s` seconds without
+    a message.
     """
 
     def __init__(

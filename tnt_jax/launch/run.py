@@ -70,7 +70,6 @@ class Ending:
     """How an attempt ended.
 
     Attributes:
-        code: Its exit code.
         because: Why it failed, in one line.
         was_signalled: Whether a signal to the launcher, or the end of its reader, ended it.
         silent_hosts: Hosts on which processes of the job may still run.

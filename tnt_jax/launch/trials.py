@@ -49,11 +49,7 @@ def marked(mark: str) -> IsKept:
 
 
 class Listener:
-    """Replaces the screen, which it leaves what processes print if all are to be shown.
-
-    Attributes:
-        kept: The lines in which process 0 has reported something.
-    """
+    """Replaces the screen: what process 0 reports is `kept`; `shows` says if the rest is shown."""
 
     def __init__(self, is_kept: IsKept, *, shows: bool) -> None:
         self.kept: list[str] = []
@@ -178,8 +174,6 @@ class Trials:
 
     Attributes:
         layouts: Where each number runs; empty with Ray, which chooses.
-        options: Those of all runs.
-        environ: The environment of the launcher.
         limit_s: Seconds that a run may take.
         wanted: What the script must call.
     """

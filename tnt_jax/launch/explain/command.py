@@ -32,11 +32,7 @@ _TOO_SHORT = (
 def run_explain(options: Options, explain: Explain, environ: Mapping[str, str]) -> int:
     """Measures, prints what was found, and writes it to the folder that the user asked for.
 
-    Returns:
-        0; 1 if nothing was measured; 128 + signal number after a signal.
-
-    Raises:
-        ValueError, FileNotFoundError, HostError: If nothing can be measured.
+    Returns the exit code: 1 if nothing was measured, 128 + signal number after a signal.
     """
     if explain.output is not None:
         check_folder(Path(explain.output))

@@ -51,7 +51,6 @@ class Part(NamedTuple):
     """A share of a step.
 
     Attributes:
-        name: Its name.
         seconds: What it takes in a step, by round.
         share: Median of that, of the median step.
     """
@@ -96,8 +95,7 @@ class Explanation:
     """Where the time of a step goes.
 
     Attributes:
-        script: The script.
-        measured: What its first process has measured.
+        measured: What the first process of the script has measured.
         fewer: Examples a second on all ranks, and on half of them, by round, if that was tried.
     """
 

@@ -33,15 +33,7 @@ def draw_page(
     kinds: Mapping[str, Sequence[float]],
     findings: Sequence[str],
 ) -> str:
-    """Returns the page.
-
-    Args:
-        title: Its first line.
-        sentence: What a step consists of.
-        bars: The parts of a step.
-        kinds: Seconds of a step of each kind that was timed, by round.
-        findings: What was found, one line each.
-    """
+    """Returns the page; `kinds` are seconds of a step of each kind that was timed, by round."""
     items = "".join(f"<li>{escape(line)}</li>" for line in findings) or "<li>Nothing.</li>"
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'

@@ -30,8 +30,7 @@ class Launch:
 
     Attributes:
         coordinator_address: `host:port` where process 0 listens.
-        environ: The environment of the launcher.
-        launched_at: When the launcher began, in seconds since 1970.
+        environ: The environment of the launcher, which began at `launched_at` seconds since 1970.
         terminals: Which of the launcher's own streams are terminals: "stdout", "stderr".
         num_parts: Number of launchers like this one, with as many processes each, that a cluster
             has started for the job; this is number `part` of them.

@@ -49,11 +49,10 @@ class Facts:
         machine: Identifies the machine, or the container that has a network of its own.
         own_addresses: The addresses to which that name resolves on the host itself.
         ssh_address: Address at which the launcher reached the host by ssh, or None.
-        versions: Installed version by package name (tnt-jax, jax, jaxlib); None if not installed.
+        versions: Of tnt-jax, jax and jaxlib; None for what is not installed.
         cpu_kind: Identifies the instruction set of the processors.
         processors: Numbers of the processors that the processes may use, those of a core together.
         gpus: GPUs that the processes may use, spelled as in `CUDA_VISIBLE_DEVICES`.
-        numactl: Path of numactl, or None.
         cache_dir: Directory for the user's caches; empty if there is no safe one.
         package_root: Directory that scripts need in their path to find tnt_jax; None if it is
             installed.
@@ -107,9 +106,8 @@ def inspect_host(
 
     Args:
         cwd: Directory in which the processes will run.
-        script: The user's script, as given on the command line, or "-m" for a module.
-        interpreter: First word of the command that runs it; empty if the script is itself a
-            program.
+        script: The user's script, or "-m" for a module.
+        interpreter: First word of the command that runs it; empty if it is itself a program.
         environment: Variables that the processes will get in addition to those of the host.
     """
     environ = {**os.environ, **environment}

@@ -196,9 +196,7 @@ class Options:
         this_host_only: Whether the user asked for devices of this host, even if a cluster offers
             more hosts.
         tune_steps: Steps of each trial of `tnt-jax tune`; None to train.
-        scale: What `tnt-jax scale` measures; None for other commands.
-        verify: What `tnt-jax verify` runs; None for other commands.
-        explain: How `tnt-jax explain` measures; None for other commands.
+        scale, verify, explain: What these commands run; None for others.
         recording: How a run of it trains, and for how many steps; None if nothing is recorded.
         is_plan: Whether `tnt-jax plan` shows what a step needs instead of training.
         interpreter: Words of the command; empty to run the script itself.

@@ -39,11 +39,8 @@ class _Table:
 def run_scale(options: Options, scale: Scale, environ: Mapping[str, str]) -> int:
     """Measures, prints a table, and writes the results to the folder that the user asked for.
 
-    Returns:
-        0; 1 if the script did not run on a number of ranks; 128 + signal number after a signal.
-
-    Raises:
-        ValueError, FileNotFoundError, HostError: If nothing can be measured.
+    Returns the exit code: 1 if the script did not run on a number of ranks, 128 + signal number
+    after a signal.
     """
     if scale.output is not None:
         check_folder(Path(scale.output))

@@ -138,9 +138,7 @@ class Model:
 def why_not_projected(hosts: Mapping[int, int], *, link_gbit: float | None) -> str:
     """Returns why numbers of ranks do not suffice to project and to state an error; or nothing.
 
-    Args:
-        hosts: Number of hosts for each number of ranks that is measured.
-        link_gbit: Rate of a host's link, if the user gives it.
+    `hosts` are the number of hosts for each number of ranks that is measured.
     """
     several = [ranks for ranks, number in hosts.items() if number > 1]
     if len(several) >= (2 if link_gbit is None else 1):

@@ -93,11 +93,7 @@ def read_line(line: str, *, round: int, hosts: int) -> Run:
 
 
 def read_run(kept: dict[str, Any]) -> Run:
-    """Returns a run from what `dataclasses.asdict` made of it.
-
-    Raises:
-        ValueError: If it is no run.
-    """
+    """Returns a run from what `dataclasses.asdict` made of it; a ValueError if that is no run."""
     names = {field.name for field in fields(Run)}
     required = {field.name for field in fields(Run) if field.default is MISSING}
     if not isinstance(kept, dict) or not required <= set(kept) <= names:
@@ -108,16 +104,10 @@ def read_run(kept: dict[str, Any]) -> Run:
 
 
 def read_results(text: str, command: str, format: int, key: str) -> dict[str, Any]:
-    """Returns the results that a command of `tnt-jax` has written as JSON.
+    """Returns the results that a command of `tnt-jax` has written as JSON in a format.
 
-    Args:
-        text: The JSON.
-        command: Name of the command.
-        format: Number of the format that is expected.
-        key: A name that the results of no other command have.
-
-    Raises:
-        ValueError: If the text is something else.
+    `key` is a name that the results of no other command have. A ValueError says that the text is
+    something else.
     """
     results = json.loads(text)
     if not isinstance(results, dict) or key not in results:

@@ -48,12 +48,8 @@ class _Run:
 def run_verify(options: Options, verify: Verify, environ: Mapping[str, str]) -> int:
     """Runs the script several times, prints what was found, and writes a receipt if asked to.
 
-    Returns:
-        0 if all results are the same up to rounding; 1 if one differs or a run failed; 128 + signal
-        number after a signal.
-
-    Raises:
-        ValueError, FileNotFoundError, HostError: If nothing can be run.
+    Returns the exit code: 0 if all results are the same up to rounding, 1 if one differs or a run
+    failed, 128 + signal number after a signal.
     """
     theirs = None if verify.against is None else read_receipt(verify.against)
     if verify.receipt is not None:

@@ -24,10 +24,8 @@ class Step:
     """What is known after a step, or before the first.
 
     Attributes:
-        step: Number of steps so far.
         place: Its `epoch` and `batch`, from 0, and `num_rows`; empty before the first step.
         rows: Checksums of the inputs of each row, and of its targets and weight; None if unknown.
-        metrics: Values of each metric.
         arrays: For each array of the state its `digest`, and of floating numbers `eps`, `norm` and
             `sums`; see `tnt_jax.train.health.recording`.
     """
@@ -56,8 +54,6 @@ class Recording:
     Attributes:
         facts: `ranks`, `processes`, `device`, `versions`, `unit` (the relative error of one
             rounding), `trained_by` and what else the run reports.
-        start: The state before the first step.
-        steps: Its steps, in order.
         left_out: Why it could not run as it was asked for; empty if it has.
     """
 
@@ -145,7 +141,6 @@ class Difference(NamedTuple):
     """The first step at which two runs differ by more than rounding.
 
     Attributes:
-        step: Number of the step.
         where: The step in words.
         what: `"rows"`, `"start"`, or the path of the first array or metric that differs.
         text: What differs, and by how much.

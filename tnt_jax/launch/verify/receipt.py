@@ -65,13 +65,11 @@ class Receipt:
     """What a verification has found.
 
     Attributes:
-        script: The script and its arguments.
         checksum: Of the script, SHA-256; empty for a module.
         commit: Of the folder that holds the script, by git, and whether files differ from it; None
             outside of a repository.
         reference: The run that others are compared with.
         rounded: The same from weights that are changed by rounding errors.
-        checks: What was compared.
         scaling: Speed and efficiency, if they were measured.
     """
 
