@@ -17,7 +17,7 @@ import threading
 import time
 
 from tnt_jax.distributed.liveness import phases
-from tnt_jax.distributed.liveness.slow_ranks import OwnTimes
+from tnt_jax.distributed.liveness.watch import OwnTimes
 
 _WAITS = 3
 _WINDOW_S = 60.0

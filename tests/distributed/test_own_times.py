@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tnt_jax.distributed.liveness.phases import Here
-from tnt_jax.distributed.liveness.slow_ranks import OwnTimes
+from tnt_jax.distributed.liveness.watch import OwnTimes
 
 
 def test_time_counts_under_the_phase_of_the_sample_unless_the_process_waits():

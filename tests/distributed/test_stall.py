@@ -5,8 +5,8 @@ import re
 import pytest
 from processes import SCRIPTS, launch
 
-from tnt_jax.distributed.liveness.causes import describe_stall
 from tnt_jax.distributed.liveness.phases import Note
+from tnt_jax.distributed.liveness.watch import describe_stall
 
 FIT = Note(3, ("Model.fit",), epoch=1, step=4)
 

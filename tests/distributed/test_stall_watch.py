@@ -6,7 +6,6 @@ import threading
 import jax
 import pytest
 
-from tnt_jax.distributed.liveness import causes
 from tnt_jax.distributed.liveness import watch as stall_watch
 from tnt_jax.distributed.liveness.threads import start_thread
 from tnt_jax.distributed.liveness.watch import Patience
@@ -51,7 +50,7 @@ def test_a_look_that_fails_is_told_once_and_the_process_posts_on(monkeypatch, se
             raise failures.pop(0)
         return False
 
-    monkeypatch.setattr(causes, "compiles", compiles)
+    monkeypatch.setattr(stall_watch, "compiles", compiles)
     own = watch()
     service.wait_for(lambda: len(service.posts) >= 3)
     own.stop()

@@ -8,9 +8,8 @@ from faulty_jobs import STOP, run_faulty
 from processes import launch
 
 import tnt_jax as tnt
-from tnt_jax.distributed.liveness.causes import Seen, find_cause
 from tnt_jax.distributed.liveness.phases import Note
-from tnt_jax.distributed.liveness.slow_ranks import SlowRanks, find_slow
+from tnt_jax.distributed.liveness.watch import Seen, SlowRanks, find_cause, find_slow
 from tnt_jax.settings import STALLED_EXIT_CODE
 
 FIT = {"calls": ("Model.fit",), "epoch": 1, "step": 4}

@@ -21,8 +21,7 @@ from tnt_jax.distributed.elastic.link import Generation, link
 from tnt_jax.distributed.joining.join import join_job, keep_freed_memory
 from tnt_jax.distributed.leaving import exits
 from tnt_jax.distributed.liveness import table
-from tnt_jax.distributed.liveness.causes import Cause
-from tnt_jax.distributed.liveness.watch import Patience, start_watching
+from tnt_jax.distributed.liveness.watch import Cause, Patience, start_watching
 from tnt_jax.distributed.shared_sums import joining as shared_sums
 from tnt_jax.job import Slot, end_generation, end_job
 from tnt_jax.log import configure_logging, logger

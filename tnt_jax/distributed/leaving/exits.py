@@ -25,10 +25,10 @@ from tnt_jax import _jax
 from tnt_jax.distributed.elastic.link import link
 from tnt_jax.distributed.leaving.last_words import PeerError, flush, gist, say, tells_of_loss
 from tnt_jax.distributed.liveness import table
-from tnt_jax.distributed.liveness.causes import Cause
 from tnt_jax.distributed.liveness.phases import describe_wait, here
 from tnt_jax.distributed.liveness.table import ExitNotice, LocalPeers
 from tnt_jax.distributed.liveness.threads import start_thread
+from tnt_jax.distributed.liveness.watch import Cause
 from tnt_jax.job import Slot
 from tnt_jax.job import end_job as end_job_state
 from tnt_jax.log import logger

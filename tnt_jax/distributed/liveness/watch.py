@@ -2,37 +2,388 @@
 
 A thread posts a note to the job's coordination service every few seconds. If a process has not
 moved for `TNT_STALL_WARNING_S` seconds, the thread reads the notes of all processes and warns. If
-one has not moved for `TNT_STALL_TIMEOUT` seconds, or no longer posts, the job ends.
+one has not moved for `TNT_STALL_TIMEOUT` seconds, or no longer posts, the job ends. `find_cause`
+finds out from the notes who waits for whom, and who holds up the job.
+
+It also names a process that is slower than the others, by the time that each spends outside of
+waiting (`SlowRanks`). All processes make the same steps, so that in the same time one that is
+faster waits more. What each phase has taken comes with the notes, without a collective. Where the
+compiler's collectives sum gradients, not memory that processes share, a process cannot tell
+computing from waiting for the others: both are time in the step, and only data and callbacks can be
+compared. Another thread estimates how long this process is in each phase without waiting: it looks
+at its position many times a minute, so that the steps themselves read no clock.
 """
 
 import atexit
 import json
 import os
+import random
+import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from types import FrameType
 from typing import Any
 
 import jax
 
 from tnt_jax import _jax
 from tnt_jax.distributed.elastic.link import Interrupted
-from tnt_jax.distributed.liveness import causes, table
-from tnt_jax.distributed.liveness.causes import (
-    ADVICE,
-    SAME_CALLS,
-    Cause,
-    Seen,
-    describe_stall,
-    find_cause,
-    limit_s,
-)
-from tnt_jax.distributed.liveness.phases import Note, here
-from tnt_jax.distributed.liveness.slow_ranks import OwnTimes, SlowRanks
+from tnt_jax.distributed.liveness import table
+from tnt_jax.distributed.liveness.phases import Here, Note, Phase, here
 from tnt_jax.distributed.liveness.threads import say_lost, start_thread
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
+
+# Of a stack, the innermost calls; those of tnt_jax are left out where there are others.
+_MOST_CALLS = 12
+_OWN = (str(Path(__file__).parents[2]) + os.sep, threading.__file__)
+_MOST_CHARACTERS = 3000
+
+
+def compiles() -> bool:
+    """Returns whether the main thread traces or compiles a program."""
+    return _jax.compiles(frame for frame, _ in traceback.walk_stack(_frame_of_main()))
+
+
+def reads_device() -> bool:
+    """Returns whether the main thread is in JAX, which may wait for devices and other processes."""
+    frame = _frame_of_main()
+    return frame is not None and _jax.is_of_jax(frame)
+
+
+def describe_stacks() -> str:
+    """Returns the Python stack of the main thread, or of the threads that it waits for data of."""
+    own, main = here(), threading.main_thread().ident or 0
+    reads = own.doing[0] in ("", "data") and main not in own.waits
+    readers = [*own.readers] if reads else []
+    title = "the thread that reads its data" if readers else "its main thread"
+    frames = sys._current_frames()
+    stacks = [
+        f"Python stack of {title} (innermost call last):\n{_describe_calls(frames[thread])}"
+        for thread in readers or [main]
+        if thread in frames
+    ]
+    text = "\n".join(stacks)
+    return text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "..."
+
+
+def _describe_calls(frame: FrameType) -> str:
+    calls = traceback.extract_stack(frame)
+    shown = [
+        call
+        for index, call in enumerate(calls)
+        if index + 1 == len(calls) or not call.filename.startswith(_OWN)
+    ]
+    return "".join(traceback.format_list(shown[-_MOST_CALLS:])).rstrip()
+
+
+def _frame_of_main() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+# Phases that may take many times as long as a step: programs are compiled, checkpoints written, or
+# the script does what it likes between two calls.
+_LONG_PHASES: tuple[Phase, ...] = ("", "compile", "steps", "save")
+_LONGER = 10
+_MOST_NAMED = 8
+ADVICE = (
+    "If it would have gone on, raise the limit: TNT_STALL_TIMEOUT=600 for the job, or "
+    "tnt_jax.busy around what takes long."
+)
+SAME_CALLS = (
+    "Every process must make the same calls in the same order "
+    "(docs/launching.md#calls-that-all-processes-must-make)."
+)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The last note that another process has of one, and the seconds since it came."""
+
+    note: Note
+    silent_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A process that holds up the job; what it does and what to do; and whether it does not run."""
+
+    process: int
+    text: str
+    is_silent: bool = False
+
+
+def limit_s(note: Note, timeout_s: float) -> float:
+    """Returns the seconds that a process may be without progress where it is."""
+    if note.limit_s is not None:
+        return note.limit_s
+    may_be_long = note.phase in _LONG_PHASES and not note.waits
+    return timeout_s * (_LONGER if may_be_long else 1)
+
+
+def _silence_limit_s(note: Note, timeout_s: float) -> float:
+    """Returns the same for a process that posts nothing: only what holds Python's lock is silent.
+
+    Compilation and programs of several steps do not; within a call the note may be outdated.
+    """
+    does_as_it_likes = note.phase == "save" or not (note.phase or note.calls)
+    return limit_s(note, timeout_s) if does_as_it_likes else note.limit_s or timeout_s
+
+
+def find_cause(seen: Sequence[Seen], timeout_s: float) -> Cause | None:
+    """Returns the process that holds up the job, or None if none is over its limit."""
+    there = [process for process, each in enumerate(seen) if not each.note.has_left]
+    for process in there:
+        if seen[process].silent_s >= _silence_limit_s(seen[process].note, timeout_s):
+            return _silent(process, seen[process])
+    notes = [each.note for each in seen]
+    over = [
+        process for process in there if notes[process].stuck_s >= limit_s(notes[process], timeout_s)
+    ]
+    busy = [
+        process
+        for process in over
+        if not notes[process].may_wait and _is_awaited(notes, process, timeout_s)
+    ]
+    if busy:
+        return _stuck(min(busy, key=lambda process: notes[process].order), notes, timeout_s)
+    waiting = [process for process in over if notes[process].may_wait]
+    if len(waiting) == len(there) and any(_is_in_call(notes[process]) for process in waiting):
+        if (uncalled := _uncalled(notes, there, timeout_s)) is not None:
+            return uncalled
+        # All wait: for one that waits for nothing known, or that has not got as far as the others.
+        unknown = [process for process in there if not notes[process].waits] or there
+        first = min(unknown, key=lambda process: notes[process].order)
+        others = _listed(notes, [number for number in range(len(notes)) if number != first])
+        more = f". All processes wait, for one another or a device: {others}" if others else ""
+        differ = len({notes[process].calls for process in there}) > 1
+        return _stuck(first, notes, timeout_s, more, SAME_CALLS if differ else ADVICE)
+    return None
+
+
+def _is_awaited(notes: Sequence[Note], process: int, timeout_s: float) -> bool:
+    """Returns whether another process has waited for this one for as long as it may."""
+    longest_s = min(timeout_s, limit_s(notes[process], timeout_s))
+    return any(
+        note.may_wait and note.stuck_s >= longest_s
+        for number, note in enumerate(notes)
+        if number != process and process in (note.members or [process])
+    )
+
+
+def _uncalled(notes: Sequence[Note], there: Sequence[int], timeout_s: float) -> Cause | None:
+    """Returns the cause if some wait in a call that others have not made: one of the minority."""
+    calls = max((notes[process].calls for process in there), key=len)
+    made = [process for process in there if notes[process].calls == calls]
+    members = notes[made[0]].members or there
+    others = [process for process in there if process not in made and process in members]
+    is_within = all(calls[: len(outer)] == outer for outer in (notes[p].calls for p in others))
+    if not others or not is_within or not all(notes[process].waits for process in made):
+        return None
+    if len(made) <= len(others):
+        have = "has" if len(others) == 1 else "have"
+        more = f", a call that {_listed(notes, others)} {have} not made"
+        return _stuck(made[0], notes, timeout_s, more, SAME_CALLS)
+    more = f", and has not made the call in which {_listed(notes, made)} wait"
+    return _stuck(others[0], notes, timeout_s, more, SAME_CALLS)
+
+
+def _listed(notes: Sequence[Note], processes: Sequence[int]) -> str:
+    named = ", ".join(
+        f"process {process} ({notes[process]})" for process in processes[:_MOST_NAMED]
+    )
+    more = f" and {len(processes) - _MOST_NAMED} more" if len(processes) > _MOST_NAMED else ""
+    return named + more
+
+
+def _is_in_call(note: Note) -> bool:
+    return bool(note.calls or note.waits or note.phase)
+
+
+def _silent(process: int, seen: Seen) -> Cause:
+    return Cause(
+        process,
+        f"Process {process} has not posted for {seen.silent_s:.0f} s: it is stopped, swapped out, "
+        f"in a call that does not let its other threads run, or its host is down. It was last "
+        f"{seen.note}. {ADVICE}",
+        is_silent=True,
+    )
+
+
+def _stuck(
+    process: int, notes: Sequence[Note], timeout_s: float, more: str = "", advice: str = ADVICE
+) -> Cause:
+    own = notes[process]
+    limit = limit_s(own, timeout_s)
+    which = f"TNT_STALL_TIMEOUT is {timeout_s:g} s" + (
+        f", {limit:g} s there" if limit != timeout_s else ""
+    )
+    place = str(own) if _is_in_call(own) else "in code of its script, outside of calls and loops"
+    text = (
+        f"Process {process} has made no progress for {own.stuck_s:.0f} s ({which}) {place}{more}."
+    )
+    return Cause(process, f"{text} {advice}")
+
+
+def describe_stall(notes: Sequence[Note], process: int) -> str | None:
+    """Returns a sentence on what a process waits for, or None if no other process blocks it."""
+    own = notes[process]
+    members = own.members or range(len(notes))
+    others = [number for number in members if number != process]
+    behind = [
+        number for number in others if notes[number].has_left or notes[number].order < own.order
+    ]
+    if not behind and own.may_wait:
+        # All have got equally far: those that do not wait are busy elsewhere.
+        behind = [number for number in others if not notes[number].may_wait]
+    if not behind and own.waits:
+        # All wait, in different calls or for a lost message.
+        behind = [
+            number
+            for number in others
+            if notes[number].order != own.order or notes[number].calls != own.calls
+        ] or others
+    if not behind or own.has_left:
+        return None
+    what = f" ({own.waits})" if own.waits and own.calls and own.waits != own.calls[-1] else ""
+    named = _listed(notes, behind)
+    return f"Process {process} has waited {own.stuck_s:.0f} s {own.place}{what} for {named}."
+
+
+_LONGEST_PERIOD_S = 0.25
+# Samples of the window that is judged.
+_SAMPLES = 200
+
+
+class OwnTimes:
+    """The `seconds` of this process in each phase, without those in which it waits for others.
+
+    They will be compared over `window_s` seconds; `is_waiting` tells whether its devices wait.
+    """
+
+    def __init__(self, here: Here, window_s: float, is_waiting: Callable[[], bool]) -> None:
+        self.seconds: dict[Phase, float] = {}
+        self._here = here
+        self._is_waiting = is_waiting
+        self._period_s = min(window_s / _SAMPLES, _LONGEST_PERIOD_S)
+
+    def run(self, stopped: threading.Event, then: Callable[[float], None]) -> None:
+        """Samples until an event is set, and gives `then` the seconds since the last one."""
+        before_s = time.monotonic()
+        # Periods of random length, as steps may have a fixed one. The global generator belongs to
+        # the user.
+        lengths = random.Random()
+        while not stopped.wait(self._period_s * lengths.uniform(0.5, 1.5)):
+            now_s = time.monotonic()
+            self.sample(now_s - before_s)
+            then(now_s - before_s)
+            before_s = now_s
+
+    def sample(self, passed_s: float) -> None:
+        """Counts seconds under the phase of this moment, or under none while the process waits."""
+        phase = self._here.doing[0]
+        own_s = 0.0 if self._here.awaits or self._is_waiting() else passed_s
+        # Replaced whole, as another thread reads it.
+        self.seconds = {**self.seconds, phase: self.seconds.get(phase, 0.0) + own_s}
+
+
+_FACTOR = 1.5
+# Of the time that has passed: less costs the job little, whatever the factor.
+_LEAST_SHARE = 0.2
+# How old the times may be, of the window: less than makes a process slow.
+_OLDEST_SHARE = _LEAST_SHARE / 2
+_OF_HOST: tuple[Phase, ...] = ("data", "callback", "save")
+# In these a process may wait for others without knowing it.
+_OF_DEVICE: tuple[Phase, ...] = ("step", "steps", "loop")
+_WORDS: dict[Phase, str] = {
+    "data": "reading data",
+    "callback": "in callbacks",
+    "save": "saving",
+    "step": "computing on its devices",
+    "steps": "computing on its devices",
+    "loop": "in the body of its loop",
+}
+
+Times = Mapping[Any, float]
+
+
+class SlowRanks:
+    """Compares the processes every `window_s` seconds, and names each that is slow once."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._began_s = 0.0
+        self._before: Sequence[Times] | None = None
+        self._named: set[tuple[int, Phase]] = set()
+
+    def look(
+        self,
+        now_s: float,
+        times: Sequence[Times],
+        *,
+        calls: Collection[str] = (),
+        silent_s: float = 0.0,
+    ) -> str | None:
+        """Returns a sentence on a process that has been slow, or None.
+
+        `times` are the seconds of each process so far in each phase, outside of waiting, the oldest
+        `silent_s` old. Nothing is compared in the first stretch of time, in which programs are
+        compiled, while processes are in different calls, and while the times of one are old: a
+        process that has left its call by an error, or is stopped, would make those that wait for it
+        look slow.
+        """
+        if len(set(calls)) > 1:
+            self._before = None
+            return None
+        if now_s - self._began_s < self._window_s or silent_s > _OLDEST_SHARE * self._window_s:
+            return None
+        passed_s, self._began_s = now_s - self._began_s, now_s
+        before, self._before = self._before, times
+        if before is None or not all(before):
+            return None
+        spent = [
+            {phase: own.get(phase, 0.0) - old.get(phase, 0.0) for phase in (*_OF_HOST, *_OF_DEVICE)}
+            for own, old in zip(times, before, strict=True)
+        ]
+        found = find_slow(spent, passed_s)
+        if found is None or found in self._named:
+            return None
+        self._named.add(found)
+        return _describe(*found, spent, passed_s)
+
+
+def find_slow(spent: Sequence[Times], passed_s: float) -> tuple[int, Phase] | None:
+    """Returns the slowest process and what it spends its time with, if it is slow.
+
+    It is if it spends 1.5 times what the others do, at the median, and a fifth of all time more.
+    """
+    for phases in (_OF_HOST, (*_OF_HOST, *_OF_DEVICE)):
+        sums = [sum(own.get(phase, 0.0) for phase in phases) for own in spent]
+        process = max(range(len(sums)), key=sums.__getitem__)
+        others = median(sums[:process] + sums[process + 1 :])
+        if sums[process] > max(_FACTOR * others, others + _LEAST_SHARE * passed_s):
+            own = spent[process]
+            excess = {x: own.get(x, 0.0) - _of_others(spent, process, x) for x in phases}
+            return process, max(phases, key=excess.__getitem__)
+    return None
+
+
+def _of_others(spent: Sequence[Times], process: int, phase: Phase) -> float:
+    return median(own.get(phase, 0.0) for number, own in enumerate(spent) if number != process)
+
+
+def _describe(process: int, phase: Phase, spent: Sequence[Times], passed_s: float) -> str:
+    return (
+        f"Process {process} is slower than the others, which wait for it: of the last "
+        f"{passed_s:.0f} s it spent {spent[process].get(phase, 0.0):.1f} s {_WORDS[phase]}, the "
+        f"others {_of_others(spent, process, phase):.1f} s at the median."
+    )
+
 
 _LONGEST_TICK_S = 5.0
 _TICKS = 12
@@ -163,8 +514,8 @@ class _Watch:
 
     def _look(self) -> None:
         now_s = self._clock.now_s()
-        note = replace(self._here.note(), reads_device=causes.reads_device())
-        if causes.compiles():
+        note = replace(self._here.note(), reads_device=reads_device())
+        if compiles():
             note = replace(note, phase="compile", what="")
         if note != self._last:
             self._last, self._changed_s = note, now_s
@@ -187,7 +538,7 @@ class _Watch:
         timeout_s, stack = self._patience.timeout_s, ""
         if timeout_s and note.stuck_s >= limit_s(note, timeout_s) / 2:
             # It is likely to be asked for.
-            stack = causes.describe_stacks()
+            stack = describe_stacks()
         post = {"posts": self._num_posts, "note": asdict(note), "own_s": own_s, "stack": stack}
         table.post_place(self._client, self._process, json.dumps(post))
 
