@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -45,7 +46,8 @@ OPEN_MPI_5 = {
 
 
 def detect(environ, gpus=0):
-    return detect_job(environ, count_gpus=lambda environ: gpus)
+    with patch("tnt_jax.cluster.clusters.count_gpus", lambda environ: gpus):
+        return detect_job(environ)
 
 
 def test_no_variables_means_no_job():

@@ -52,7 +52,7 @@ def test_a_process_that_has_not_loaded_ray_is_no_worker(monkeypatch):
 
 def test_worker_0_chooses_an_address_at_which_it_can_listen(in_worker):
     said = in_worker(0, 4, told=("10.0.0.5:4711", b"secret"))
-    job = detect_job({}, count_gpus=lambda environ: 0)
+    job = detect_job({})
     assert (job.num_processes, job.process_id, job.source) == (4, 0, "Ray Train")
     assert job.coordinator_address == "10.0.0.5:4711"
     ((address, secret),) = said
@@ -65,7 +65,7 @@ def test_worker_0_chooses_an_address_at_which_it_can_listen(in_worker):
 
 def test_the_others_take_the_address_that_worker_0_says(in_worker):
     said = in_worker(3, 4, told=("10.0.0.9:4711", b"secret"))
-    job = detect_job({}, count_gpus=lambda environ: 0)
+    job = detect_job({})
     assert (job.process_id, job.coordinator_address) == (3, "10.0.0.9:4711")
     assert clusters.train_secret() == b"secret"
     assert said == [None]

@@ -4,7 +4,7 @@ import json
 import re
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, islice
@@ -20,7 +20,6 @@ _FIRST_PORT = 61440
 _NUM_PORTS = 4096
 # More than any machine has: variables that ask for more are wrong, and would exhaust the memory.
 MOST_PROCESSES = 2**20
-GpuCounter = Callable[[Mapping[str, str]], int]
 RAY_TRAIN = "Ray Train"
 """`Job.source` of the workers of Ray Train."""
 
@@ -79,7 +78,6 @@ def own_devices(
     local_rank: int,
     local_size: int,
     gpus_on_node: int | None,
-    count_gpus: GpuCounter,
 ) -> tuple[int, ...] | None:
     """Returns which of the visible GPUs this process owns; None for all visible devices.
 
@@ -111,7 +109,7 @@ _TF_KINDS = ("chief", "master", "worker")
 _KUBERNETES_PORT = 55527  # JAX's own default on Kubernetes.
 
 
-def detect_job(environ: Mapping[str, str], *, count_gpus: GpuCounter = count_gpus) -> Job | None:
+def detect_job(environ: Mapping[str, str]) -> Job | None:
     """Returns the job that this process belongs to, or None for a process that trains alone.
 
     A worker of Ray Train or a trial of Ray Tune belongs to the job that Ray says; the environment,
@@ -133,8 +131,8 @@ def detect_job(environ: Mapping[str, str], *, count_gpus: GpuCounter = count_gpu
     return (
         _detect_tnt(environ)
         or _detect_tf_config(environ)
-        or _detect_open_mpi(environ, count_gpus)
-        or detect_slurm(environ, count_gpus)
+        or _detect_open_mpi(environ)
+        or detect_slurm(environ)
         or _detect_kubernetes(environ)
     )
 
@@ -199,7 +197,7 @@ def _parse_tf_config(text: str) -> tuple[dict[str, list[str]], dict[str, Any]]:
         ) from error
 
 
-def _detect_open_mpi(environ: Mapping[str, str], count_gpus: GpuCounter) -> Job | None:
+def _detect_open_mpi(environ: Mapping[str, str]) -> Job | None:
     """Returns the job of a process that `mpirun` started, of version 4 (ORTE) or 5 (PRRTE).
 
     The processes of one host use its loopback address. Those of several hosts use the host on which
@@ -224,7 +222,6 @@ def _detect_open_mpi(environ: Mapping[str, str], count_gpus: GpuCounter) -> Job 
             local_rank=int(environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or 0),
             local_size=local_size,
             gpus_on_node=None,
-            count_gpus=count_gpus,
         ),
         source="Open MPI",
     )
@@ -296,7 +293,7 @@ _PATTERN = r"(?:[^\[\]]|\[\d{1,18}(?:-\d{1,18})?(?:,\d{1,18}(?:-\d{1,18})?)*\])+
 _NEEDED = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")
 
 
-def detect_slurm(environ: Mapping[str, str], count_gpus: GpuCounter) -> Job | None:
+def detect_slurm(environ: Mapping[str, str]) -> Job | None:
     """Returns the job of a task that `srun` started with others, otherwise None.
 
     A batch script counts as a single task, even if the job has many, and so does the shell that
@@ -325,7 +322,6 @@ def detect_slurm(environ: Mapping[str, str], count_gpus: GpuCounter) -> Job | No
             local_rank=int(environ["SLURM_LOCALID"]),
             local_size=_tasks_on_this_node(environ, len(nodes), num_processes),
             gpus_on_node=_gpus_on_this_node(environ),
-            count_gpus=count_gpus,
         ),
         source="SLURM",
     )
