@@ -73,11 +73,7 @@ def given_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
 
 
 def own_devices(
-    environ: Mapping[str, str],
-    *,
-    local_rank: int,
-    local_size: int,
-    gpus_on_node: int | None,
+    environ: Mapping[str, str], *, local_rank: int, local_size: int, gpus_on_node: int | None
 ) -> tuple[int, ...] | None:
     """Returns which of the visible GPUs this process owns; None for all visible devices.
 

@@ -26,12 +26,7 @@ from tnt_jax.launch.planning.facts import (
 )
 from tnt_jax.launch.planning.hostfile import LOCALHOST, HostEntry, allocated_hosts, read_hostfile
 from tnt_jax.launch.planning.options import Options
-from tnt_jax.launch.planning.plan import (
-    Host,
-    Process,
-    choose_devices,
-    plan_processes,
-)
+from tnt_jax.launch.planning.plan import Host, Process, choose_devices, plan_processes
 from tnt_jax.launch.remote.connection import (
     Connection,
     srun_command,

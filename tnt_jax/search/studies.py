@@ -60,13 +60,7 @@ class SharedTrial:
             )
 
     def suggest_float(
-        self,
-        name: str,
-        low: float,
-        high: float,
-        *,
-        step: float | None = None,
-        log: bool = False,
+        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
     ) -> float:
         """Returns a value from `low` to `high`, both included."""
         return self._ask(

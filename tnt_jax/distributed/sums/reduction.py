@@ -247,12 +247,7 @@ def plan(leaves: Sequence[Any], threshold: Threshold) -> list[list[int]]:
     return plan_buckets(sizes, threshold, kinds=[x.dtype for x in leaves])
 
 
-def sum_over_ranks(
-    tree: Any,
-    reduction: Reduction,
-    *,
-    order: Sequence[int] | None = None,
-) -> Any:
+def sum_over_ranks(tree: Any, reduction: Reduction, *, order: Sequence[int] | None = None) -> Any:
     """Returns the sum of `tree` over the ranks, with 32-bit additions in the collective's order.
 
     The compression of `reduction` is ignored. `order` has the indices of the leaves in order of

@@ -132,11 +132,7 @@ def task_environment(
 
 
 def _defaults(
-    facts: Facts,
-    options: Options,
-    environ: Mapping[str, str],
-    threads: int,
-    num_cpu_devices: int,
+    facts: Facts, options: Options, environ: Mapping[str, str], threads: int, num_cpu_devices: int
 ) -> dict[str, str]:
     defaults = {
         "PYTHONUNBUFFERED": "1",

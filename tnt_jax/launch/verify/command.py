@@ -165,11 +165,7 @@ def _verified(trials: Trials, verify: Verify, folder: str | None) -> Receipt | N
 
 
 def _with_a_fault(
-    trials: Trials,
-    verify: Verify,
-    folder: str | None,
-    reference: Recording,
-    rounding: Rounding,
+    trials: Trials, verify: Verify, folder: str | None, reference: Recording, rounding: Rounding
 ) -> list[Check]:
     """Lets all processes be killed in the middle, and a run on the lowest number of ranks go on."""
     lowest, highest = verify.ranks[0], verify.ranks[-1]
@@ -207,11 +203,7 @@ def _with_a_fault(
 
 
 def _checked(
-    name: str,
-    reference: Recording,
-    recorded: Recording | None,
-    because: str,
-    rounding: Rounding,
+    name: str, reference: Recording, recorded: Recording | None, because: str, rounding: Rounding
 ) -> Check:
     if recorded is None:
         return Check(name, because, has_failed=True)
