@@ -18,7 +18,7 @@ from processes import environment, free_address, launch
 
 import tnt_jax as tnt
 from tnt_jax import _jax
-from tnt_jax.distributed.leaving.exits import Membership
+from tnt_jax.distributed.leaving import Membership
 from tnt_jax.distributed.liveness.phases import calling, describe_wait, here, in_phase, waiting
 from tnt_jax.settings import LOST_EXIT_CODE
 
@@ -152,7 +152,7 @@ def test_a_process_that_leaves_ends_those_that_wait_for_it_with_its_code(
 SLOW_DISCONNECTION = """
 import time
 from tnt_jax import _jax
-from tnt_jax.distributed.leaving import exits
+from tnt_jax.distributed import leaving
 
 class Slow:
     def __init__(self, client): self.client = client
@@ -166,7 +166,7 @@ def has_announced(client, num_processes):
 
 tnt.init()
 _jax.await_disconnection = has_announced
-own = exits._membership.get()
+own = leaving._membership.get()
 if tnt.get_process_index() == 1: own.client = Slow(own.client)
 """
 

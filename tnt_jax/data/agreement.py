@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from tnt_jax import _jax
-from tnt_jax.distributed.leaving.last_words import PeerError
+from tnt_jax.distributed.leaving import PeerError
 from tnt_jax.distributed.liveness.rendezvous import read_key
 
 # Set in a thread that reads data once its batches are no longer used: it then stops waiting for

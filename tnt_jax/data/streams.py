@@ -19,7 +19,7 @@ import numpy as np
 
 from tnt_jax.data.agreement import CoordinationBoard, Exchange, ReadAhead, Report
 from tnt_jax.data.sources import HostBatch, Source
-from tnt_jax.distributed.leaving.last_words import PeerError
+from tnt_jax.distributed.leaving import PeerError
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
 

@@ -27,9 +27,9 @@ from typing import Any, NoReturn, TypeVar
 import jax
 
 from tnt_jax import _jax
+from tnt_jax.distributed import leaving
 from tnt_jax.distributed.host.comparison import name_processes
 from tnt_jax.distributed.joining import runtime
-from tnt_jax.distributed.leaving import exits
 from tnt_jax.distributed.liveness.rendezvous import await_key, meet, read_key
 from tnt_jax.distributed.liveness.threads import start_thread
 from tnt_jax.job import Slot
@@ -375,7 +375,7 @@ class Watch(Points):
 
     def _ask(self, signum: int) -> None:
         """Asks all processes to stop; runs in the thread that takes signals."""
-        if exits.has_failed_peer():
+        if leaving.has_failed_peer():
             # Whoever has seen that ends the others; together they can save nothing any more.
             os._exit(128 + signum)
         try:

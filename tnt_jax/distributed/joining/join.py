@@ -20,8 +20,8 @@ import jax
 from tnt_jax import _jax
 from tnt_jax.cluster.clusters import RAY_TRAIN, Job, detect_job, train_secret
 from tnt_jax.cluster.devices import cpu_kind, machine_id
+from tnt_jax.distributed import leaving
 from tnt_jax.distributed.elastic.link import link, unless_ended
-from tnt_jax.distributed.leaving import exits
 from tnt_jax.distributed.liveness import table
 from tnt_jax.job import secret
 from tnt_jax.log import logger
@@ -136,7 +136,7 @@ def _join(job: Job, settings: Settings) -> str | None:
             cluster_detection_method="deactivate",
             initialization_timeout=timeout_s + _GRACE_S,
             heartbeat_timeout_seconds=settings.heartbeat_timeout_s if link() is None else _WEEK_S,
-            # Each process disconnects for itself; `exits` lets the coordinator be the last.
+            # Each process disconnects for itself; `leaving` lets the coordinator be the last.
             shutdown_timeout_seconds=0,
         )
         if link() is None:
@@ -168,7 +168,7 @@ def await_listener(address: str, *, most_s: float = _ASKING_S) -> None:
 
 def _take_part(job: Job, settings: Settings, *, disconnects: bool = True) -> str | None:
     """Makes this process, which JAX has connected, and the others known to one another."""
-    membership = exits.introduce(job.process_id, job.num_processes, disconnects=disconnects)
+    membership = leaving.introduce(job.process_id, job.num_processes, disconnects=disconnects)
     here = machine_id("net")
     own = f"{here} {socket.gethostname()} {own_address() or 'unresolved'}"
     timeout_s = _first_meeting_s(job, settings)

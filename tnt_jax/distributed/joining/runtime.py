@@ -15,11 +15,10 @@ import jax
 from jax.sharding import Mesh
 
 from tnt_jax import _jax
-from tnt_jax.distributed import goodput, timeline
+from tnt_jax.distributed import goodput, leaving, timeline
 from tnt_jax.distributed.elastic import connections
 from tnt_jax.distributed.elastic.link import Generation, link
 from tnt_jax.distributed.joining.join import join_job, keep_freed_memory
-from tnt_jax.distributed.leaving import exits
 from tnt_jax.distributed.liveness import table
 from tnt_jax.distributed.liveness.watch import Cause, Patience, start_watching
 from tnt_jax.distributed.shared_sums import joining as shared_sums
@@ -115,7 +114,7 @@ def _start(devices: Sequence[int] | None) -> Runtime:
     )
     if num_processes > 1:
         patience = Patience(settings.stall_warning_s, settings.stall_timeout_s)
-        end = exits.end_job if link() is None else _report_stuck
+        end = leaving.end_job if link() is None else _report_stuck
         start_watching(patience, end, shared_sums.is_waiting)
     if runtime.platform == "cpu":
         keep_freed_memory(os.environ)
@@ -164,7 +163,7 @@ def rejoin(generation: Generation) -> Runtime:
 
     What was on the devices is lost.
     """
-    exits.forget_generation()
+    leaving.forget_generation()
     end_generation()
     _jax.leave_job()
     os.environ |= {

@@ -14,7 +14,7 @@ from tnt_jax.distributed.elastic.link import link
 from tnt_jax.distributed.host.collectives import call_on_all_processes
 from tnt_jax.distributed.host.comparison import compare
 from tnt_jax.distributed.joining.runtime import get_process_count, init, is_master_rank
-from tnt_jax.distributed.leaving.last_words import gist
+from tnt_jax.distributed.leaving import gist
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.liveness.rendezvous import meet
 from tnt_jax.keras_compat.callbacks.base import (

@@ -516,7 +516,7 @@ _END_OF_OUTPUT = " End of its output:"
 _LAST_LINES = 30
 _TRACEBACK = re.compile(r"\s*Traceback \(most recent call last\):")
 # What a process says of the one without which it cannot go on: the first sentence of the messages
-# of distributed/leaving/exits.py and distributed/liveness/.
+# of distributed/leaving.py and distributed/liveness/.
 _CULPRIT = re.compile(
     r"\[tnt_jax\] ERROR: ((?:The clock of \S+ was changed|Process \d+(?: has left the job"
     r"| has ended without leaving the job| has not posted| has made no progress"

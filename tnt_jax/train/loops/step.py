@@ -10,7 +10,7 @@ import jax
 
 from tnt_jax.distributed.elastic.link import link
 from tnt_jax.distributed.joining.runtime import init
-from tnt_jax.distributed.leaving.last_words import flush
+from tnt_jax.distributed.leaving import flush
 from tnt_jax.log import logger
 from tnt_jax.train.loops.batch import DistributedBatch
 from tnt_jax.train.loops.context import steps_in_use

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from tnt_jax.distributed.leaving.last_words import gist
+from tnt_jax.distributed.leaving import gist
 from tnt_jax.keras_compat.callbacks.base import Callback, StepCount
 from tnt_jax.keras_compat.callbacks.tensorboard import as_images, finite_values
 from tnt_jax.log import logger

@@ -24,7 +24,7 @@ from tnt_jax.distributed.elastic.link import Generation, Interrupted, Link, link
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining import runtime
 from tnt_jax.distributed.joining.join import own_address
-from tnt_jax.distributed.leaving.last_words import flush, gist, tells_of_loss
+from tnt_jax.distributed.leaving import flush, gist, tells_of_loss
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.stopping import Points
 from tnt_jax.job import Slot

@@ -28,7 +28,7 @@ from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.host.comparison import describe_differences
 from tnt_jax.distributed.host.objects import broadcast_object
 from tnt_jax.distributed.joining import runtime
-from tnt_jax.distributed.leaving.last_words import flush
+from tnt_jax.distributed.leaving import flush
 from tnt_jax.keras_compat.callbacks import CallbackList
 from tnt_jax.keras_compat.callbacks.backup_and_restore import collect, restore
 from tnt_jax.keras_compat.fit.elastic.calls import Call, Generations
