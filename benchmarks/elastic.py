@@ -56,7 +56,7 @@ def work(folder: Path, epochs: int, step_s: float, planned: int, reproducible: b
     import flax.linen as nn
 
     import tnt_jax as tnt
-    from tnt_jax.distributed.elastic.link import link
+    from tnt_jax.distributed.elastic import link
 
     imported_at = time.time()
 

@@ -36,7 +36,7 @@ OF_THE_PROCESS = {
     "keras_compat.saving.known_names._names_by_id",
     "launch.supervisor._listening",
     # The line to the launcher, which a process gets once.
-    "distributed.elastic.link.link",
+    "distributed.elastic.link",
     # The handler of errors of C++, which all jobs of a process need once it is set.
     "_jax.processes.stop_threads_that_fail",
     "_jax.compiling._without_ynn_convolutions",

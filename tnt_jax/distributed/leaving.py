@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from tnt_jax import _jax
-from tnt_jax.distributed.elastic.link import link
+from tnt_jax.distributed.elastic import link
 from tnt_jax.distributed.liveness import table
 from tnt_jax.distributed.liveness.phases import describe_wait, here
 from tnt_jax.distributed.liveness.table import ExitNotice, LocalPeers

@@ -20,7 +20,7 @@ from tnt_jax.adapters.base import Adapter, Variables
 from tnt_jax.data.feed import Feed, make_put
 from tnt_jax.data.layout import micro_batch_size
 from tnt_jax.data.sources import HostBatch
-from tnt_jax.distributed.elastic.link import link, raise_if_ended
+from tnt_jax.distributed.elastic import link, raise_if_ended
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.liveness import phases

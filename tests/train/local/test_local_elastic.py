@@ -13,7 +13,7 @@ import flax.linen as nn, numpy as np, optax
 rank, joins = int(os.environ.get("TNT_PROCESS_ID", 0)), "TNT_ELASTIC_JOINS" in os.environ
 planned = int(os.environ.get("TNT_NUM_PROCESSES", 1))
 import tnt_jax as tnt
-from tnt_jax.distributed.elastic.link import link
+from tnt_jax.distributed.elastic import link
 
 PARTS = [
     {"every": 1, "outer": optax.sgd(1.0)},

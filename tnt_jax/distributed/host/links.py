@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from tnt_jax import _jax
-from tnt_jax.distributed.elastic import link as elastic
+from tnt_jax.distributed import elastic
 from tnt_jax.distributed.joining.join import own_address
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.liveness.rendezvous import read_key

@@ -21,7 +21,7 @@ from tnt_jax import _jax
 from tnt_jax.cluster.clusters import RAY_TRAIN, Job, detect_job, train_secret
 from tnt_jax.cluster.devices import cpu_kind, machine_id
 from tnt_jax.distributed import leaving
-from tnt_jax.distributed.elastic.link import link, unless_ended
+from tnt_jax.distributed.elastic import link, unless_ended
 from tnt_jax.distributed.liveness import table
 from tnt_jax.job import secret
 from tnt_jax.log import logger

@@ -15,9 +15,8 @@ import jax
 from jax.sharding import Mesh
 
 from tnt_jax import _jax
-from tnt_jax.distributed import goodput, leaving, timeline
-from tnt_jax.distributed.elastic import connections
-from tnt_jax.distributed.elastic.link import Generation, link
+from tnt_jax.distributed import elastic, goodput, leaving, timeline
+from tnt_jax.distributed.elastic import Generation, link
 from tnt_jax.distributed.joining.join import join_job, keep_freed_memory
 from tnt_jax.distributed.liveness import table
 from tnt_jax.distributed.liveness.watch import Cause, Patience, start_watching
@@ -98,7 +97,7 @@ def init(devices: Sequence[int] | None = None) -> Runtime:
 
 
 def _start(devices: Sequence[int] | None) -> Runtime:
-    before = set() if link() is None else connections.listening_ports()
+    before = set() if link() is None else elastic.listening_ports()
     settings = join_job()
     process, num_processes = jax.process_index(), jax.process_count()
     is_master = process == 0 and not is_to_join()
@@ -137,7 +136,7 @@ def _end_sums_with_generation(listening_before: Set[int]) -> None:
     """Has all that waits for other processes fail once their generation has ended."""
     own = link()
     assert own is not None
-    ports = connections.listening_ports() - listening_before
+    ports = elastic.listening_ports() - listening_before
     others: set[int] = set()
     if jax.process_count() > 1:
         text, process = ",".join(map(str, ports)), jax.process_index()
@@ -146,7 +145,7 @@ def _end_sums_with_generation(listening_before: Set[int]) -> None:
 
     def end() -> None:
         shared_sums.interrupt()
-        connections.cut(ports, others)
+        elastic.cut(ports, others)
 
     own.when_ended(end)
 

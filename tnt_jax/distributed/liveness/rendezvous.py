@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 
 from tnt_jax import _jax
-from tnt_jax.distributed.elastic.link import Interrupted, raise_if_ended
+from tnt_jax.distributed.elastic import Interrupted, raise_if_ended
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.job import Slot
 

@@ -32,7 +32,7 @@ from typing import Any
 import jax
 
 from tnt_jax import _jax
-from tnt_jax.distributed.elastic.link import Interrupted
+from tnt_jax.distributed.elastic import Interrupted
 from tnt_jax.distributed.liveness import table
 from tnt_jax.distributed.liveness.phases import Here, Note, Phase, here
 from tnt_jax.distributed.liveness.threads import say_lost, start_thread

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from tnt_jax.distributed import goodput, timeline
-from tnt_jax.distributed.elastic.link import link
+from tnt_jax.distributed.elastic import link
 from tnt_jax.distributed.host.collectives import call_on_all_processes
 from tnt_jax.distributed.host.comparison import compare
 from tnt_jax.distributed.joining.runtime import get_process_count, init, is_master_rank

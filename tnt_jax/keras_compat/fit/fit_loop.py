@@ -18,7 +18,7 @@ from tnt_jax.data.opening import Meanwhile
 from tnt_jax.data.sources import HostBatch, Source
 from tnt_jax.data.streams import EpochStream, read_in_lockstep
 from tnt_jax.distributed import goodput, stopping
-from tnt_jax.distributed.elastic.link import link
+from tnt_jax.distributed.elastic import link
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining import runtime
 from tnt_jax.distributed.liveness import phases

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 
 from tnt_jax.distributed import goodput, timeline
-from tnt_jax.distributed.elastic.link import link
+from tnt_jax.distributed.elastic import link
 from tnt_jax.distributed.joining.runtime import init, is_master_rank
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.stopping import SharedStop

@@ -17,7 +17,7 @@ from tnt_jax.data.permutation import row_order_of
 from tnt_jax.data.sources import HostBatch, checksum_of
 from tnt_jax.data.streams import EpochStream
 from tnt_jax.distributed import stopping
-from tnt_jax.distributed.elastic.link import link
+from tnt_jax.distributed.elastic import link
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.host.comparison import describe_differences
 from tnt_jax.distributed.stopping import Points

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
 from tnt_jax.data.feed import make_put
-from tnt_jax.distributed.elastic.link import link
+from tnt_jax.distributed.elastic import link
 from tnt_jax.distributed.host.links import Links, Message
 from tnt_jax.train.local.fragments import (
     message_bytes,

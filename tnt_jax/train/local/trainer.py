@@ -17,7 +17,7 @@ from tnt_jax import _jax
 from tnt_jax.adapters.base import Adapter, Variables
 from tnt_jax.data.feed import rank_slice_of
 from tnt_jax.data.layout import RankSlice
-from tnt_jax.distributed.elastic.link import link
+from tnt_jax.distributed.elastic import link
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.liveness.rendezvous import check_not_alone

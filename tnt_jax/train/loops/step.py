@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 
 import jax
 
-from tnt_jax.distributed.elastic.link import link
+from tnt_jax.distributed.elastic import link
 from tnt_jax.distributed.joining.runtime import init
 from tnt_jax.distributed.leaving import flush
 from tnt_jax.log import logger

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from tnt_jax import _jax
-from tnt_jax.distributed.elastic.link import link
+from tnt_jax.distributed.elastic import link
 from tnt_jax.distributed.sums.averages import StateAverage
 from tnt_jax.distributed.sums.fused_psum import psum
 from tnt_jax.distributed.sums.gradients import Summed, sum_gradients, trace_grads

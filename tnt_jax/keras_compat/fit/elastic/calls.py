@@ -20,7 +20,7 @@ import numpy as np
 from tnt_jax.data.permutation import row_order_of
 from tnt_jax.data.sources import Source
 from tnt_jax.distributed import goodput, stopping
-from tnt_jax.distributed.elastic.link import Generation, Interrupted, Link, link
+from tnt_jax.distributed.elastic import Generation, Interrupted, Link, link
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining import runtime
 from tnt_jax.distributed.joining.join import own_address

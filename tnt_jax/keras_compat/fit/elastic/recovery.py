@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tnt_jax.distributed.elastic.link import link
+from tnt_jax.distributed.elastic import link
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.host.comparison import describe_differences
 from tnt_jax.distributed.host.objects import broadcast_object

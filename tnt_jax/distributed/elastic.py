@@ -1,19 +1,26 @@
-"""The line between a process of an elastic job and the launcher, which forms its generations.
+"""Jobs that go on without processes that are lost, and with others in their place.
 
-`tnt_jax/launch/membership.py` explains generations, and the messages of both.
+A `Link` is the line between a process of an elastic job and the launcher, which forms its
+generations; `tnt_jax/launch/membership.py` explains these, and the messages of both.
+
+XLA's sums between CPU processes wait half an hour for a process that is alive but has left them,
+and XLA offers no way to end them. So the sockets between the processes are shut down (`cut`): those
+that were accepted at a port where this process has begun to listen as it opened its devices, and
+those to such a port of another one.
 """
 
+import contextlib
 import json
 import os
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tnt_jax.settings import read_settings
 
@@ -241,3 +248,58 @@ def raise_if_ended() -> None:
     own = link()
     if own is not None and own.ended:
         raise Interrupted(f"{own.ended}.")
+
+
+_LISTENS = "0A"
+
+
+class _Connection(NamedTuple):
+    inode: str
+    local_port: int
+    remote_port: int
+    listens: bool
+
+
+def _connections() -> Iterator[_Connection]:
+    """Yields the TCP sockets of this machine's network; see proc_net_tcp in the kernel's texts."""
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError), open(f"/proc/self/net/{name}") as table:
+            for line in table.readlines()[1:]:
+                fields = line.split()
+                local, remote = (int(text.rpartition(":")[2], 16) for text in fields[1:3])
+                yield _Connection(fields[9], local, remote, fields[3] == _LISTENS)
+
+
+def _descriptors() -> dict[str, int]:
+    """Returns the descriptors of this process's sockets, by inode."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:["):
+                found[target[8:-1]] = int(name)
+    return found
+
+
+def listening_ports() -> set[int]:
+    """Returns the ports on which this process listens."""
+    own = _descriptors()
+    return {item.local_port for item in _connections() if item.listens and item.inode in own}
+
+
+def cut(own_ports: Collection[int], ports_of_others: Collection[int]) -> None:
+    """Shuts down the connections that came to own ports, and those to ports of others."""
+    descriptors = _descriptors()
+    for item in _connections():
+        is_between = item.local_port in own_ports or item.remote_port in ports_of_others
+        if item.listens or not is_between or item.inode not in descriptors:
+            continue
+        # It may have been closed meanwhile, and its number may belong to another file.
+        with contextlib.suppress(OSError):
+            copy = os.dup(descriptors[item.inode])
+            try:
+                if os.readlink(f"/proc/self/fd/{copy}") == f"socket:[{item.inode}]":
+                    with socket.socket(fileno=os.dup(copy)) as connection:
+                        connection.shutdown(socket.SHUT_RDWR)
+            finally:
+                os.close(copy)
