@@ -173,13 +173,7 @@ def _unfinished(line: str) -> dict[str, Any] | None:
         notes = json.loads(line)
     except ValueError:
         return None
-    numbers = [f"{name}_s" for name in _PHASES] + [
-        "until",
-        "restarts",
-        "lost_steps",
-        "steps",
-        "step",
-    ]
+    numbers = [f"{name}_s" for name in _PHASES] + "until restarts lost_steps steps step".split()
     is_ours = isinstance(notes, dict) and all(
         isinstance(notes.get(name), int | float) for name in numbers
     )

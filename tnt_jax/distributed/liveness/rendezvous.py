@@ -304,7 +304,7 @@ def _check_calls(names: Mapping[int, str]) -> None:
     )
 
 
-def listed(processes: Sequence[int]) -> str:
-    """Returns the numbers of processes, of many the first eight."""
+def listed(processes: Sequence[Any]) -> str:
+    """Returns processes, or their numbers, in words, of many the first eight."""
     more = f" and {len(processes) - 8} more" if len(processes) > 8 else ""
     return ", ".join(map(str, processes[:8])) + more

@@ -35,6 +35,7 @@ from tnt_jax import _jax
 from tnt_jax.distributed.elastic import Interrupted
 from tnt_jax.distributed.liveness import table
 from tnt_jax.distributed.liveness.phases import Here, Note, Phase, here
+from tnt_jax.distributed.liveness.rendezvous import listed
 from tnt_jax.distributed.liveness.threads import say_lost, start_thread
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
@@ -90,7 +91,6 @@ def _frame_of_main() -> FrameType | None:
 # the script does what it likes between two calls.
 _LONG_PHASES: tuple[Phase, ...] = ("", "compile", "steps", "save")
 _LONGER = 10
-_MOST_NAMED = 8
 ADVICE = (
     "If it would have gone on, raise the limit: TNT_STALL_TIMEOUT=600 for the job, or "
     "tnt_jax.busy around what takes long."
@@ -194,11 +194,7 @@ def _uncalled(notes: Sequence[Note], there: Sequence[int], timeout_s: float) -> 
 
 
 def _listed(notes: Sequence[Note], processes: Sequence[int]) -> str:
-    named = ", ".join(
-        f"process {process} ({notes[process]})" for process in processes[:_MOST_NAMED]
-    )
-    more = f" and {len(processes) - _MOST_NAMED} more" if len(processes) > _MOST_NAMED else ""
-    return named + more
+    return listed([f"process {process} ({notes[process]})" for process in processes])
 
 
 def _is_in_call(note: Note) -> bool:
