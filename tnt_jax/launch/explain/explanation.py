@@ -467,11 +467,7 @@ class Explanation:
 
     @classmethod
     def from_json(cls, text: str) -> "Explanation":
-        """Returns what `to_json` made text of.
-
-        Raises:
-            ValueError: If the text is something else.
-        """
+        """Returns what `to_json` made text of; a ValueError says that it is something else."""
         kept = read_results(text, "explain", _FORMAT, "measured")
         return cls(kept["script"], kept["measured"], kept["fewer"])
 

@@ -410,11 +410,7 @@ class Scaling:
 
     @classmethod
     def from_json(cls, text: str) -> "Scaling":
-        """Returns what `to_json` made text of.
-
-        Raises:
-            ValueError: If the text is something else.
-        """
+        """Returns what `to_json` made text of; a ValueError says that it is something else."""
         data = read_results(text, "scale", _FORMAT, "runs")
         return cls(
             data["script"],

@@ -121,11 +121,7 @@ class Receipt:
 
     @classmethod
     def from_json(cls, text: str) -> "Receipt":
-        """Returns what `to_json` made text of.
-
-        Raises:
-            ValueError: If the text is something else.
-        """
+        """Returns what `to_json` made text of; a ValueError says that it is something else."""
         kept = read_results(text, "verify", _FORMAT, "checks")
         return cls(
             kept["script"],
