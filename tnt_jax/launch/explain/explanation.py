@@ -1,6 +1,6 @@
 """What the steps of a script consist of: what they take with one thing after another removed.
 
-Its page is one HTML file with pictures in SVG, which loads nothing (`draw_page`).
+Its page is one HTML file with pictures in SVG, which loads nothing.
 """
 
 import json
@@ -476,11 +476,17 @@ class Explanation:
 
     def to_html(self) -> str:
         """Returns a page that a browser shows without a network."""
-        title, *_ = self.text.splitlines()
-        bars = [Bar(self._name_of(part), part.share, part.seconds) for part in self.parts]
+        title, *_ = map(escape, self.text.splitlines())
+        parts = [part._replace(name=self._name_of(part)) for part in self.parts]
         kinds = {name: self.slowest(name) or [] for name in self.measured["seconds"]}
-        return draw_page(
-            title, self.sentence, bars, kinds, [finding.line for finding in self.findings]
+        items = "".join(f"<li>{escape(finding.line)}</li>" for finding in self.findings)
+        return (
+            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}'
+            f"</title><style>{_STYLE}</style></head><body><h1>{title}</h1>"
+            f"<p>{escape(self.sentence)}</p>{_stacked(parts)}<h2>What is worth a change</h2>"
+            f"<ul>{items or '<li>Nothing.</li>'}</ul>"
+            f"<h2>Times of a step, round by round</h2>{_dots(kinds)}"
+            f"<h2>Parts of a step</h2>{_table(parts)}</body></html>\n"
         )
 
     def _repr_html_(self) -> str:
@@ -537,38 +543,12 @@ td:first-child, th:first-child { text-align: left; }
 """
 
 
-class Bar(NamedTuple):
-    """A part of a step: its name, its share of a step, and what it takes, in seconds."""
-
-    name: str
-    share: float
-    seconds: Spread
-
-
-def draw_page(
-    title: str,
-    sentence: str,
-    bars: Sequence[Bar],
-    kinds: Mapping[str, Sequence[float]],
-    findings: Sequence[str],
-) -> str:
-    """Returns the page; `kinds` are seconds of a step of each kind that was timed, by round."""
-    items = "".join(f"<li>{escape(line)}</li>" for line in findings) or "<li>Nothing.</li>"
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
-        f"</title><style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>"
-        f"<p>{escape(sentence)}</p>{_stacked(bars)}<h2>What is worth a change</h2><ul>{items}</ul>"
-        f"<h2>Times of a step, round by round</h2>{_dots(kinds)}"
-        f"<h2>Parts of a step</h2>{_table(bars)}</body></html>\n"
-    )
-
-
-def _stacked(bars: Sequence[Bar]) -> str:
+def _stacked(parts: Sequence[Part]) -> str:
     shapes, left = [], 0.0
-    for number, bar in enumerate(bars):
-        width = bar.share * _WIDTH
+    for number, part in enumerate(parts):
+        width = part.share * _WIDTH
         color = _COLORS[number % len(_COLORS)]
-        tip = f"<title>{escape(bar.name)}: {100 * bar.share:.0f} %</title>"
+        tip = f"<title>{escape(part.name)}: {100 * part.share:.0f} %</title>"
         shapes.append(
             f'<rect x="{left:.1f}" y="0" width="{width:.1f}" height="{_BAR}" fill="{color}">{tip}'
             "</rect>"
@@ -576,9 +556,9 @@ def _stacked(bars: Sequence[Bar]) -> str:
         left += width
         x, y = (number % 3) * _WIDTH / 3, _BAR + 20 + number // 3 * 20
         shapes.append(f'<rect x="{x:.0f}" y="{y - 10}" width="10" height="10" fill="{color}"/>')
-        label = f"{escape(bar.name)} {100 * bar.share:.0f} %"
+        label = f"{escape(part.name)} {100 * part.share:.0f} %"
         shapes.append(f'<text x="{x + 15:.0f}" y="{y}">{label}</text>')
-    height = _BAR + 30 + -(-len(bars) // 3) * 20
+    height = _BAR + 30 + -(-len(parts) // 3) * 20
     return _svg(height, "Shares of a step", shapes)
 
 
@@ -600,12 +580,12 @@ def _dots(kinds: Mapping[str, Sequence[float]]) -> str:
     return _svg(len(kinds) * _LINE + 10, "Times of a step, by kind and round", shapes)
 
 
-def _table(bars: Sequence[Bar]) -> str:
+def _table(parts: Sequence[Part]) -> str:
     rows = "".join(
-        f"<tr><td>{escape(bar.name)}</td><td>{100 * bar.share:.1f} %</td>"
-        + "".join(f"<td>{1000 * value:.3g}</td>" for value in bar.seconds)
+        f"<tr><td>{escape(part.name)}</td><td>{100 * part.share:.1f} %</td>"
+        + "".join(f"<td>{1000 * value:.3g}</td>" for value in part.seconds)
         + "</tr>"
-        for bar in bars
+        for part in parts
     )
     heads = "".join(f"<th>{head}</th>" for head in ("", "share", "median ms", "lowest", "highest"))
     return f"<table><tr>{heads}</tr>{rows}</table>"
