@@ -75,7 +75,7 @@ def test_a_service_that_does_not_answer_ends_the_process(monkeypatch, service):
     causes_found = []
 
     def end_job(cause, service_answers):
-        causes_found.append((cause.process, cause.is_silent, service_answers))
+        causes_found.append((cause.process, cause.is_lost, service_answers))
         ended.set()
 
     own = stall_watch._Watch(Patience(0.1, 0.5), end_job, lambda: False)

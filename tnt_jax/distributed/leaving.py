@@ -27,7 +27,6 @@ from tnt_jax.distributed.liveness import table
 from tnt_jax.distributed.liveness.phases import describe_wait, here
 from tnt_jax.distributed.liveness.table import ExitNotice, LocalPeers
 from tnt_jax.distributed.liveness.threads import start_thread
-from tnt_jax.distributed.liveness.watch import Cause
 from tnt_jax.job import Slot
 from tnt_jax.job import end_job as end_job_state
 from tnt_jax.log import logger
@@ -207,17 +206,14 @@ class Membership:
 
     # Ending all.
 
-    def end_job(self, cause: Cause, service_answers: bool) -> None:
+    def end_job(self, stalled: ExitNotice, service_answers: bool) -> None:
         """Ends all processes because of one without progress; this one if no service answers."""
         if self._is_leaving or self._is_ending:
             return
-        stalled = ExitNotice(
-            cause.process, STALLED_EXIT_CODE, cause.text, is_lost=cause.is_silent, is_stalled=True
-        )
         if not service_answers:
             self._tell_stalled(stalled)
             os._exit(STALLED_EXIT_CODE)
-        if cause.process not in (notice.process for notice in self._notices()):
+        if stalled.process not in (notice.process for notice in self._notices()):
             # The thread that looks for processes that leave finds it, on every process.
             self._announce(stalled)
 
@@ -553,10 +549,10 @@ def forget_generation() -> None:
         _membership.set(None)
 
 
-def end_job(cause: Cause, service_answers: bool) -> None:
+def end_job(stalled: ExitNotice, service_answers: bool) -> None:
     """Ends all processes of the job because of one; see `Membership.end_job`."""
     if (own := _membership.get()) is not None:
-        own.end_job(cause, service_answers)
+        own.end_job(stalled, service_answers)
 
 
 def has_failed_peer() -> bool:

@@ -19,7 +19,8 @@ from tnt_jax.distributed import elastic, goodput, leaving, timeline
 from tnt_jax.distributed.elastic import Generation, link
 from tnt_jax.distributed.joining.join import join_job, keep_freed_memory
 from tnt_jax.distributed.liveness import table
-from tnt_jax.distributed.liveness.watch import Cause, Patience, start_watching
+from tnt_jax.distributed.liveness.table import ExitNotice
+from tnt_jax.distributed.liveness.watch import Patience, start_watching
 from tnt_jax.distributed.shared_sums import joining as shared_sums
 from tnt_jax.job import Slot, end_generation, end_job
 from tnt_jax.log import configure_logging, logger
@@ -150,11 +151,11 @@ def _end_sums_with_generation(listening_before: Set[int]) -> None:
     own.when_ended(end)
 
 
-def _report_stuck(cause: Cause, service_answers: bool) -> None:
+def _report_stuck(stalled: ExitNotice, service_answers: bool) -> None:
     """Reports a process that makes no progress to the launcher of an elastic job."""
     own = link()
     if own is not None and service_answers:
-        own.report_stuck(cause.process, cause.text.splitlines()[0])
+        own.report_stuck(stalled.process, stalled.how.splitlines()[0])
 
 
 def rejoin(generation: Generation) -> Runtime:

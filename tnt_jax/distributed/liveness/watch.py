@@ -36,9 +36,11 @@ from tnt_jax.distributed.elastic import Interrupted
 from tnt_jax.distributed.liveness import table
 from tnt_jax.distributed.liveness.phases import Here, Note, Phase, here
 from tnt_jax.distributed.liveness.rendezvous import listed
+from tnt_jax.distributed.liveness.table import ExitNotice
 from tnt_jax.distributed.liveness.threads import say_lost, start_thread
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
+from tnt_jax.settings import STALLED_EXIT_CODE
 
 # Of a stack, the innermost calls; those of tnt_jax are left out where there are others.
 _MOST_CALLS = 12
@@ -109,13 +111,9 @@ class Seen:
     silent_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Cause:
-    """A process that holds up the job; what it does and what to do; and whether it does not run."""
-
-    process: int
-    text: str
-    is_silent: bool = False
+def _stalled(process: int, how: str, *, is_lost: bool = False) -> ExitNotice:
+    """Returns the notice of a process that holds up the job; it is lost if it does not run."""
+    return ExitNotice(process, STALLED_EXIT_CODE, how, is_lost=is_lost, is_stalled=True)
 
 
 def limit_s(note: Note, timeout_s: float) -> float:
@@ -135,7 +133,7 @@ def _silence_limit_s(note: Note, timeout_s: float) -> float:
     return limit_s(note, timeout_s) if does_as_it_likes else note.limit_s or timeout_s
 
 
-def find_cause(seen: Sequence[Seen], timeout_s: float) -> Cause | None:
+def find_cause(seen: Sequence[Seen], timeout_s: float) -> ExitNotice | None:
     """Returns the process that holds up the job, or None if none is over its limit."""
     there = [process for process, each in enumerate(seen) if not each.note.has_left]
     for process in there:
@@ -176,7 +174,7 @@ def _is_awaited(notes: Sequence[Note], process: int, timeout_s: float) -> bool:
     )
 
 
-def _uncalled(notes: Sequence[Note], there: Sequence[int], timeout_s: float) -> Cause | None:
+def _uncalled(notes: Sequence[Note], there: Sequence[int], timeout_s: float) -> ExitNotice | None:
     """Returns the cause if some wait in a call that others have not made: one of the minority."""
     calls = max((notes[process].calls for process in there), key=len)
     made = [process for process in there if notes[process].calls == calls]
@@ -201,19 +199,19 @@ def _is_in_call(note: Note) -> bool:
     return bool(note.calls or note.waits or note.phase)
 
 
-def _silent(process: int, seen: Seen) -> Cause:
-    return Cause(
+def _silent(process: int, seen: Seen) -> ExitNotice:
+    return _stalled(
         process,
         f"Process {process} has not posted for {seen.silent_s:.0f} s: it is stopped, swapped out, "
         f"in a call that does not let its other threads run, or its host is down. It was last "
         f"{seen.note}. {ADVICE}",
-        is_silent=True,
+        is_lost=True,
     )
 
 
 def _stuck(
     process: int, notes: Sequence[Note], timeout_s: float, more: str = "", advice: str = ADVICE
-) -> Cause:
+) -> ExitNotice:
     own = notes[process]
     limit = limit_s(own, timeout_s)
     which = f"TNT_STALL_TIMEOUT is {timeout_s:g} s" + (
@@ -223,7 +221,7 @@ def _stuck(
     text = (
         f"Process {process} has made no progress for {own.stuck_s:.0f} s ({which}) {place}{more}."
     )
-    return Cause(process, f"{text} {advice}")
+    return _stalled(process, f"{text} {advice}")
 
 
 def describe_stall(notes: Sequence[Note], process: int) -> str | None:
@@ -434,7 +432,7 @@ class _Watch:
     def __init__(
         self,
         patience: Patience,
-        end_job: Callable[[Cause, bool], None],
+        end_job: Callable[[ExitNotice, bool], None],
         is_waiting: Callable[[], bool],
     ) -> None:
         self._pid = os.getpid()
@@ -506,7 +504,7 @@ class _Watch:
                 f"for {self._silent_s:.0f} s: it is stopped or swapped out, or its host or the "
                 "network is down."
             )
-            self._end_job(Cause(0, f"{text} {ADVICE}", is_silent=True), False)
+            self._end_job(_stalled(0, f"{text} {ADVICE}", is_lost=True), False)
 
     def _look(self) -> None:
         now_s = self._clock.now_s()
@@ -558,9 +556,9 @@ class _Watch:
             if cause is not None:
                 # With the stack of its process, if that runs.
                 post, _ = self._seen.get(cause.process, ("", 0.0))
-                stack = json.loads(post)["stack"] if post and not cause.is_silent else ""
-                text = "\n".join(filter(None, [cause.text, stack]))
-                self._end_job(replace(cause, text=text), True)
+                stack = json.loads(post)["stack"] if post and not cause.is_lost else ""
+                how = "\n".join(filter(None, [cause.how, stack]))
+                self._end_job(replace(cause, how=how), True)
         self._warn([each.note for each in seen])
         if self._process == 0:
             self._name_slow(seen)
@@ -612,7 +610,7 @@ _watch = Slot[_Watch | None](lambda: None, close=_Watch.stop)
 
 
 def start_watching(
-    patience: Patience, end_job: Callable[[Cause, bool], None], is_waiting: Callable[[], bool]
+    patience: Patience, end_job: Callable[[ExitNotice, bool], None], is_waiting: Callable[[], bool]
 ) -> None:
     """Starts the threads that look for stalls, once the process has joined its job.
 
