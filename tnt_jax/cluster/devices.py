@@ -71,13 +71,11 @@ def _count_with_nvidia_smi() -> int | None:
 
 def count_cores() -> int:
     """Returns the number of processors that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def list_processors() -> list[int]:
     """Returns the processors that this process may run on, those of a core together."""
-    if not hasattr(os, "sched_getaffinity"):
-        return list(range(count_cores()))
     return sorted(os.sched_getaffinity(0), key=lambda number: (_core_of(number), number))
 
 
