@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tnt_jax.distributed.sums.hlo_memory import in_units, largest_arrays
+from tnt_jax.distributed.sums.hlo import in_units, largest_arrays
 
 TEXT = """HloModule step, is_scheduled=true
 

@@ -9,7 +9,7 @@ from training import assert_close, crossentropy
 
 import tnt_jax as tnt
 from tnt_jax import _jax
-from tnt_jax.distributed.sums.hlo_memory import in_units
+from tnt_jax.distributed.sums.hlo import in_units
 from tnt_jax.sharded import ShardedSteps, auto
 from tnt_jax.train.contracts import Batch
 

@@ -13,7 +13,7 @@ from flax import linen as nn
 from processes import launch
 
 import tnt_jax as tnt
-from tnt_jax.distributed.sums.hlo_memory import in_units
+from tnt_jax.distributed.sums.hlo import in_units
 from tnt_jax.settings import TrialsDone
 from tnt_jax.train.contracts import Batch
 

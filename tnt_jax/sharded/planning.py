@@ -10,8 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from tnt_jax import _jax
-from tnt_jax.distributed.sums.hlo import Traffic, read_traffic
-from tnt_jax.distributed.sums.hlo_memory import in_units, largest_arrays
+from tnt_jax.distributed.sums.hlo import Traffic, in_units, largest_arrays, read_traffic
 from tnt_jax.log import logger
 from tnt_jax.train.execution import DeviceBatches
 from tnt_jax.train.memory_choice import TIMES, Attempt, Choice, local_bytes

@@ -16,8 +16,7 @@ import numpy as np
 
 from tnt_jax import _jax
 from tnt_jax.distributed.host import collectives
-from tnt_jax.distributed.sums.hlo import sent_bytes
-from tnt_jax.distributed.sums.hlo_memory import in_units, largest_arrays
+from tnt_jax.distributed.sums.hlo import in_units, largest_arrays, sent_bytes
 
 # The option that asks for a choice of passes.
 MICRO_BATCH = 'tnt_micro_batch_size="auto"'
