@@ -205,16 +205,12 @@ class Explanation:
         return sorted(found, key=lambda finding: -finding.share)
 
     def _share(self, name: str) -> float:
-        return next(part.share for part in self.parts if part.name == name)
+        return next((part.share for part in self.parts if part.name == name), 0.0)
 
     def _is_large(self, name: str) -> bool:
-        part = next((part for part in self.parts if part.name == name), None)
         seconds = self._seconds().get(name, [])
-        return (
-            part is not None
-            and part.share > _WORTH_A_CHANGE
-            and sum(value > 0 for value in seconds) >= _SURE * len(seconds)
-        )
+        is_sure = sum(value > 0 for value in seconds) >= _SURE * len(seconds)
+        return is_sure and self._share(name) > _WORTH_A_CHANGE
 
     def _of_compiling(self) -> list[Finding]:
         measured = self.measured
