@@ -210,7 +210,9 @@ def test_the_environment_of_a_report_has_no_secrets():
 
 
 def test_what_the_doctor_found_is_in_a_report_without_the_home_directory(tmp_path, monkeypatch):
-    monkeypatch.setattr("tnt_jax.launch.doctor._list_devices", lambda environ: "no module in /home/ada/lib")
+    monkeypatch.setattr(
+        "tnt_jax.launch.doctor._list_devices", lambda environ: "no module in /home/ada/lib"
+    )
     found = {"detail": "no directory /home/ada/x there; http://ada:s3cret@proxy", "number": 1}
     diagnosis = {"ok": False, "findings": [found]}
     write_report(tmp_path / "a.json", diagnosis, {"HOME": "/home/ada"})
