@@ -70,7 +70,7 @@ def serialize(value: Any) -> dict[str, Any]:
     if isinstance(value, FunctionType):
         name = value.__name__
         return {
-            "module": _public_module(value.__module__),
+            "module": public_module(value.__module__),
             "class_name": "function",
             "config": name,
             "registered_name": name,
@@ -86,7 +86,7 @@ def serialize(value: Any) -> dict[str, Any]:
     registered = None if _root(cls.__module__) == "tnt_jax" else cls.__name__
     config = plain(value.get_config())
     return {
-        "module": _public_module(cls.__module__),
+        "module": public_module(cls.__module__),
         "class_name": cls.__name__,
         "config": config,
         "registered_name": registered,
@@ -139,12 +139,7 @@ def _find(name: Any, room: str, custom_objects: Mapping[str, Any] | None) -> Any
     if name in own:
         return own[name]
     module = importlib.import_module(f"tnt_jax.keras_compat.{room}")
-    public = {
-        key: getattr(module, key)
-        for key in getattr(module, "__all__", vars(module))
-        if not key.startswith("_")
-    }
-    found = public.get(name)
+    found = getattr(module, name) if name in module.__all__ else None
     if not callable(found) or _root(found.__module__) != "tnt_jax":
         raise ValueError(
             f"{name!r} is not in tnt_jax.{room}. Pass your own class or function by its name: "
@@ -161,7 +156,8 @@ def registered_with_keras() -> dict[str, Any]:
     return {name.rpartition(">")[2]: value for name, value in registered.items()}
 
 
-def _public_module(module: str) -> str:
+def public_module(module: str) -> str:
+    """Returns the module under which users know what a module of `keras_compat` defines."""
     parts = module.split(".")
     return f"tnt_jax.{parts[2]}" if parts[:2] == ["tnt_jax", "keras_compat"] else module
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from tnt_jax.keras_compat.configuration import Recorded
 from tnt_jax.keras_compat.saving import keras_descriptions
-from tnt_jax.keras_compat.saving.known_names import name_of, table
+from tnt_jax.keras_compat.saving.known_names import name_of
 
 
 class NotDescribable(ValueError):
@@ -90,13 +90,15 @@ def _describe_fields(module: Any, where: str) -> dict[str, Any]:
 
 
 def _name(value: Any, where: str) -> str:
-    name = name_of(value) or f"{value.__module__}:{value.__qualname__}"
+    if (known := name_of(value)) is not None:
+        return known
+    name = f"{value.__module__}:{value.__qualname__}"
     if "<" in name:
         raise NotDescribable(
             f"{where} is {value.__qualname__}, which was defined inside a function and cannot be "
             "imported."
         )
-    if name not in table() and _in_its_module(value) is not value:
+    if _in_its_module(value) is not value:
         raise NotDescribable(f"{where} is {name}, but importing that name gives something else.")
     return name
 

@@ -8,9 +8,11 @@ table may read or write files, import modules, or call its arguments outside a s
 
 import functools
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+
+from tnt_jax.keras_compat.configuration import public_module
 
 _BUILTINS = ("bool", "complex", "float", "int")
 _LINEN = """
@@ -72,10 +74,22 @@ _SCHEDULES = """
 """.split()
 
 
+class Listed(NamedTuple):
+    """A module, and those of its names that a description may give.
+
+    Besides them there are all public subclasses of `base`. Versions of JAX, Flax and Optax differ
+    in their public names.
+    """
+
+    module: ModuleType
+    names: Sequence[str]
+    base: type | None = None
+
+
 # Both caches depend on nothing but what is installed.
 @functools.cache
-def table() -> Mapping[str, Any]:
-    """Returns what a description may name, by `module:name`; an object may have several names."""
+def modules() -> Mapping[str, Listed]:
+    """Returns what a description may name, by module."""
     import builtins
 
     import flax.linen
@@ -86,36 +100,35 @@ def table() -> Mapping[str, Any]:
     from tnt_jax import models
     from tnt_jax.keras_compat import losses, metrics, optimizers, schedules
 
-    listed: list[tuple[ModuleType, Iterable[str]]] = [
-        (builtins, _BUILTINS),
-        (models, _MODELS),
-        (losses, (*_subclasses(losses, losses.Loss), *_LOSSES)),
-        (metrics, (*_subclasses(metrics, metrics.Metric), *_METRICS)),
-        (optimizers, _subclasses(optimizers, optimizers.Optimizer)),
-        (schedules, _SCHEDULES),
-        (flax.linen, _LINEN),
-        (jax.nn, _ACTIVATIONS),
-        (jax.nn.initializers, _INITIALIZERS),
-        (jax.numpy, (*_NUMPY, *_DTYPES)),
-        (optax.losses, _OPTAX_LOSSES),
-        (optax.schedules, _OPTAX_SCHEDULES),
+    listed = [
+        Listed(builtins, _BUILTINS),
+        Listed(models, _MODELS),
+        Listed(losses, _LOSSES, losses.Loss),
+        Listed(metrics, _METRICS, metrics.Metric),
+        Listed(optimizers, (), optimizers.Optimizer),
+        Listed(schedules, _SCHEDULES),
+        Listed(flax.linen, _LINEN),
+        Listed(jax.nn, _ACTIVATIONS),
+        Listed(jax.nn.initializers, _INITIALIZERS),
+        Listed(jax.numpy, (*_NUMPY, *_DTYPES)),
+        Listed(optax.losses, _OPTAX_LOSSES),
+        Listed(optax.schedules, _OPTAX_SCHEDULES),
     ]
-    # Versions of JAX, Flax and Optax differ in their public names.
-    return {
-        f"{_public(module)}:{name}": getattr(module, name)
-        for module, names in listed
-        for name in names
-        if hasattr(module, name)
-    }
+    return {public_module(entry.module.__name__): entry for entry in listed}
 
 
-def _subclasses(module: ModuleType, base: type) -> list[str]:
-    """Returns the public names of tnt_jax's classes of one kind."""
-    return [
-        name
-        for name in module.__all__
-        if inspect.isclass(found := getattr(module, name)) and issubclass(found, base)
-    ]
+def find(name: str) -> Any:
+    """Returns what a description calls `module:name`; None if it may not."""
+    where, _, short = name.partition(":")
+    if (listed := modules().get(where)) is None:
+        return None
+    module, names, base = listed
+    if short in names:
+        return getattr(module, short, None)
+    if base is None or short not in module.__all__:
+        return None
+    found = getattr(module, short)
+    return found if inspect.isclass(found) and issubclass(found, base) else None
 
 
 def dtype_names() -> frozenset[str]:
@@ -125,14 +138,23 @@ def dtype_names() -> frozenset[str]:
 
 def name_of(value: Any) -> str | None:
     """Returns the name of a class or function in the table, or None."""
-    # The table keeps its objects alive, so that no other object can have the id of one.
-    return _names_by_id().get(id(value))
+    where = str(getattr(value, "__module__", ""))
+    if where.partition(".")[0] == "tnt_jax":
+        # Its files are not imported: that of the value is.
+        room = ".".join(public_module(where).split(".")[:2])
+        name = f"{room}:{getattr(value, '__name__', '')}"
+        return name if find(name) is value else None
+    # The modules keep their objects alive, so that no other object can have the id of one.
+    return _others_by_id().get(id(value))
 
 
 @functools.cache
-def _names_by_id() -> dict[int, str]:
-    return {id(value): name for name, value in reversed(list(table().items()))}
-
-
-def _public(module: ModuleType) -> str:
-    return module.__name__.replace("tnt_jax.keras_compat.", "tnt_jax.")
+def _others_by_id() -> dict[int, str]:
+    """Returns the names of what others than tnt_jax have made; the first of several names."""
+    names = [
+        (where, name)
+        for where, listed in reversed(list(modules().items()))
+        for name in reversed(listed.names)
+        if not where.startswith("tnt_jax.") and hasattr(listed.module, name)
+    ]
+    return {id(getattr(modules()[where].module, name)): f"{where}:{name}" for where, name in names}

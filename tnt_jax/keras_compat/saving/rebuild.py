@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from tnt_jax.keras_compat import configuration
 from tnt_jax.keras_compat.configuration import Recorded
 from tnt_jax.keras_compat.saving import keras_descriptions
-from tnt_jax.keras_compat.saving.known_names import dtype_names, table
+from tnt_jax.keras_compat.saving.known_names import dtype_names, find
 
 _M = TypeVar("_M")
 
@@ -115,9 +115,10 @@ class Rebuilder:
                 "A description names classes and functions by strings, but this one has "
                 f"{_shown(name)}."
             )
+        if (found := find(name)) is not None:
+            return found
         short = name.rpartition(":")[2]
         for known, key in (
-            (table(), name),
             (self.custom_objects, name),
             (self.custom_objects, short),
             (configuration.registered_with_keras(), short),
