@@ -69,17 +69,17 @@ class Timed:
 def arm(compares, start, end, sums):
     """Runs the block with the comparisons, timed, or without them."""
     from tnt_jax.distributed.host import collectives
-    from tnt_jax.keras_compat.fit import divergence, fit_loop
+    from tnt_jax.keras_compat.fit import fit_loop, start_check
 
     def stops_alone(self, state, *, epoch, stop_training):
         return collectives.any_process(stop_training, where=f"end of epoch {epoch}")
 
     first = start if compares else lambda *args: None
-    kind = divergence.Divergence
+    kind = start_check.Divergence
     check = (lambda self, *args, **named: end(self, *args, **named)) if compares else stops_alone
     at_start = kind.check_start if compares else lambda self, state: None
     with (
-        mock.patch.object(divergence, "local_checksums", sums),
+        mock.patch.object(start_check, "local_checksums", sums),
         mock.patch.object(fit_loop, "compare_starts", first),
         mock.patch.object(kind, "check", check),
         mock.patch.object(kind, "check_start", at_start),
@@ -92,7 +92,7 @@ def measure(arguments):
     import numpy as np
 
     import tnt_jax as tnt
-    from tnt_jax.keras_compat.fit import divergence, fit_loop
+    from tnt_jax.keras_compat.fit import fit_loop, start_check
     from tnt_jax.train.health.state_checksums import replicated_arrays
 
     class Epochs(tnt.callbacks.Callback):
@@ -109,8 +109,8 @@ def measure(arguments):
     rows = arguments.batch_size * arguments.steps
     x, y = rng.normal(size=(rows, *shape)).astype(np.float32), rng.integers(0, 10, rows)
     epochs = Epochs()
-    start, end = Timed(fit_loop.compare_starts), Timed(divergence.Divergence.check)
-    sums = Timed(divergence.local_checksums)
+    start, end = Timed(fit_loop.compare_starts), Timed(start_check.Divergence.check)
+    sums = Timed(start_check.local_checksums)
     took = {True: [], False: []}
     call_s = {True: [], False: []}
     named = {"batch_size": arguments.batch_size, "verbose": 0, "callbacks": [epochs]}

@@ -44,7 +44,7 @@ from .parameter_server.facade import ParameterServer as ParameterServer
 from .seeding import set_seed as set_seed
 from .sharded import Pipeline as Pipeline
 from .train.local.groups import LocalSteps as LocalSteps
-from .train.local.loop import local_steps as local_steps
+from .train.local.outer import local_steps as local_steps
 from .train.loops.checkpoints import LoopCheckpoints as LoopCheckpoints
 from .train.loops.dataset import distribute as distribute
 from .train.loops.gradients import grad as grad

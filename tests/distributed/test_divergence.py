@@ -3,7 +3,7 @@
 import pytest
 from processes import SCRIPTS, launch
 
-from tnt_jax.keras_compat.fit.divergence import describe_drift
+from tnt_jax.keras_compat.fit.start_check import describe_drift
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from damage import files_below, random_flips
 from warned import kept_warnings
 
 from tnt_jax.train.checkpoints.checkpoint import Checkpoints, Position
-from tnt_jax.train.checkpoints.checksums import _checksum_of_list
-from tnt_jax.train.checkpoints.files import DamagedCheckpointError
+from tnt_jax.train.checkpoints.files import DamagedCheckpointError, _checksum_of_list
 from tnt_jax.train.state import create_state
 from tnt_jax.train.state_arrays import state_arrays
 

@@ -464,10 +464,10 @@ def test_what_several_processes_do_before_a_first_step_suits_steps_one_by_one(
     x, y, _ = data()
     options = {"batch_size": 8, "epochs": 1, "verbose": 0, "tnt_micro_batch_size": "auto"}
     whole = make_model(Convolutional()).fit(x[:32], y[:32], **options)
-    monkeypatch.setattr("tnt_jax.train.first_run.process_count", lambda: 2)
+    monkeypatch.setattr("tnt_jax.train.memory_choice.process_count", lambda: 2)
     asked = []
     monkeypatch.setattr(
-        "tnt_jax.train.first_run._find_memory",
+        "tnt_jax.train.memory_choice._find_memory",
         lambda devices, nbytes: asked.append(nbytes) or len(asked) > 1,
     )
     model = make_model(Convolutional())

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from tnt_jax.train.checkpoints import checksums
+from tnt_jax.train.checkpoints import files
 from tnt_jax.train.checkpoints.arrays import HostArray
-from tnt_jax.train.checkpoints.checksums import (
+from tnt_jax.train.checkpoints.files import (
     array_checksum,
     damaged_files,
     problem_of_array,
@@ -67,7 +67,7 @@ def test_an_array_that_was_read_in_part_is_compared_in_part(noted, start, values
 
 @pytest.mark.parametrize("place", [0, 5, 11])
 def test_each_block_of_a_file_counts(tmp_path, monkeypatch, place):
-    monkeypatch.setattr(checksums, "_BLOCK_BYTES", 4)
+    monkeypatch.setattr(files, "_BLOCK_BYTES", 4)
     data = bytearray(b"twelve bytes")
     (tmp_path / "checksums").mkdir()
     (tmp_path / "file").write_bytes(data)

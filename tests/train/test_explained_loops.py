@@ -12,7 +12,7 @@ import pytest
 import tnt_jax as tnt
 from tnt_jax.launch.explain.explanation import Explanation
 from tnt_jax.settings import EXPLAIN_MARK, TrialsDone
-from tnt_jax.train.explaining.convolutions import channels_first, with_channels_last
+from tnt_jax.train.explaining import channels_first, with_channels_last
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(70, 5)).astype("f4"), RNG.normal(size=70).astype("f4")

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tnt_jax.train.explaining.turns import run_to_end, turns
+from tnt_jax.train.explaining import run_to_end, turns
 
 
 def test_programs_of_the_caller_are_timed_like_the_others(use_ranks):

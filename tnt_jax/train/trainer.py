@@ -30,7 +30,7 @@ from tnt_jax.train.compiled_steps import CompiledSteps
 from tnt_jax.train.contracts import Batch, Hooks, Parts, Steps
 from tnt_jax.train.execution import DeviceBatches, InFlight, in_groups, stack
 from tnt_jax.train.finite import OnNaN
-from tnt_jax.train.first_run import first_run
+from tnt_jax.train.memory_choice import first_run
 from tnt_jax.train.state import TrainState, moved
 from tnt_jax.train.state_arrays import state_arrays, with_arrays
 from tnt_jax.train.steps.global_step import row_sharding

@@ -15,7 +15,7 @@ from tnt_jax.keras_compat.compiling.compilation import new_compilation, resolved
 from tnt_jax.keras_compat.facade.inspection import Inspection
 from tnt_jax.keras_compat.facade.saver import PathLike, Saver
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments
-from tnt_jax.keras_compat.fit.elastic.calls import Call
+from tnt_jax.keras_compat.fit.elastic import Call
 from tnt_jax.keras_compat.fit.evaluation import as_returned, evaluate, predict
 from tnt_jax.keras_compat.fit.fit_loop import FitLoop
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments

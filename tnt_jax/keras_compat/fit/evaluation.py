@@ -16,7 +16,7 @@ from tnt_jax.keras_compat.callbacks import CallbackList
 from tnt_jax.keras_compat.callbacks.callback_list import may_stop_within_epoch
 from tnt_jax.keras_compat.compiling.keras_training import check_prediction_methods
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, to_batch
-from tnt_jax.keras_compat.fit.elastic.calls import Call, Generations, why_not_again
+from tnt_jax.keras_compat.fit.elastic import Call, Generations, why_not_again
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments, PhaseHooks
 from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.fit.start_check import compare_starts

@@ -35,14 +35,12 @@ from tnt_jax.keras_compat.fit.data_intake import (
     class_weighting,
     to_batch,
 )
-from tnt_jax.keras_compat.fit.divergence import Divergence
-from tnt_jax.keras_compat.fit.elastic.calls import Call, HasEnded, why_not_again
-from tnt_jax.keras_compat.fit.elastic.recovery import Recovery
+from tnt_jax.keras_compat.fit.elastic import Call, HasEnded, Recovery, why_not_again
 from tnt_jax.keras_compat.fit.evaluation import evaluate_source
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments, PhaseHooks
 from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.fit.resume import Start, ending_on_request, save_and_exit
-from tnt_jax.keras_compat.fit.start_check import compare_sources, compare_starts
+from tnt_jax.keras_compat.fit.start_check import Divergence, compare_sources, compare_starts
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.log import logger
 from tnt_jax.sharded.planning import memory_note

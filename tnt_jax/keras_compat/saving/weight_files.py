@@ -16,7 +16,7 @@ from typing import IO, Any
 import numpy as np
 
 from tnt_jax.distributed.joining.runtime import get_process_index
-from tnt_jax.train.checkpoints.checksums import array_checksum
+from tnt_jax.train.checkpoints.files import array_checksum
 
 H5_ENDING, SAFETENSORS_ENDING = ".weights.h5", ".safetensors"
 # The group with tnt_jax's arrays, beside the contents of Keras's own files.

@@ -34,9 +34,9 @@ from tnt_jax.train import memory_choice
 from tnt_jax.train.contracts import Batch, Parts, Steps
 from tnt_jax.train.execution import IN_FLIGHT
 from tnt_jax.train.finite import CHECKED
-from tnt_jax.train.first_run import found_no_memory, half_as_many
 from tnt_jax.train.local.trainer import LocalTrainer
 from tnt_jax.train.loops.context import steps_in_use
+from tnt_jax.train.memory_choice import found_no_memory, half_as_many
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
 from tnt_jax.train.steps.epoch_sums import num_local_rows

@@ -15,7 +15,6 @@ from typing import Any
 
 from tnt_jax.files import read_regular
 from tnt_jax.log import logger
-from tnt_jax.train.checkpoints.checksums import FOLDER, has_checksums
 
 # Where the marker stands beside Orbax's own metadata.
 METADATA, _MARK, _FORMAT = "_CHECKPOINT_METADATA", "tnt_jax", 1
@@ -24,6 +23,8 @@ _TMP = ".orbax-checkpoint-tmp"
 _UNFINISHED = rf"{re.escape(_TMP)}.*"
 # So much is written to see whether a disk is full.
 _BLOCK_BYTES = 4096
+FOLDER, FILES = "checksums", "files.json"
+"""Name of the folder of checksums within a checkpoint, and of the list of files in it."""
 # What a folder may contain while it is written.
 _PARTS = (METADATA, "state", "extra", "about", FOLDER)
 
@@ -113,7 +114,7 @@ def problem_of_folder(folder: Path) -> OSError | None:
 
 def is_ours(path: Path) -> bool:
     """Returns whether a folder is a complete checkpoint that tnt_jax wrote, damaged or not."""
-    return _is_folder(path) and (bool(read_mark(path)) or has_checksums(path))
+    return _is_folder(path) and (bool(read_mark(path)) or (path / FOLDER / FILES).is_file())
 
 
 def write_mark(path: Path, items: Sequence[str], *, is_best: bool) -> None:

@@ -20,14 +20,20 @@ from tnt_jax.distributed.sums.reduction import Reduction, choose_reduction
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
 from tnt_jax.train.execution import InFlight
-from tnt_jax.train.first_run import first_run, half_as_many
 from tnt_jax.train.health.recording import Recorder, changed_by_rounding, rounding_unit
-from tnt_jax.train.loops.batch import DistributedBatch
 from tnt_jax.train.loops.checkpoints import restores, save_recorded
 from tnt_jax.train.loops.context import SummedMetric
+from tnt_jax.train.loops.dataset import DistributedBatch
 from tnt_jax.train.loops.placement import Placement
 from tnt_jax.train.loops.program import Program
-from tnt_jax.train.memory_choice import Way, choose, local_bytes, memory_limit
+from tnt_jax.train.memory_choice import (
+    Way,
+    choose,
+    first_run,
+    half_as_many,
+    local_bytes,
+    memory_limit,
+)
 from tnt_jax.train.state_arrays import state_arrays
 from tnt_jax.train.steps.epoch_sums import num_local_rows
 from tnt_jax.train.steps.global_step import RealRows, divided, global_mesh, log_choice

@@ -12,10 +12,10 @@ from tnt_jax.distributed.elastic import link
 from tnt_jax.distributed.joining.runtime import init
 from tnt_jax.distributed.leaving import flush
 from tnt_jax.log import logger
-from tnt_jax.train.loops.batch import DistributedBatch
 from tnt_jax.train.loops.context import steps_in_use
+from tnt_jax.train.loops.dataset import DistributedBatch
 from tnt_jax.train.loops.engine import Engine
-from tnt_jax.train.loops.trials.explained import ExplainedSteps, explained_if_asked
+from tnt_jax.train.loops.explained import ExplainedSteps, explained_if_asked
 
 
 class DistributedStep:

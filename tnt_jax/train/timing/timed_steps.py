@@ -15,7 +15,7 @@ from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.execution import DeviceBatches, choose_num_steps
-from tnt_jax.train.explaining.turns import CountedCompilations
+from tnt_jax.train.explaining import CountedCompilations
 from tnt_jax.train.trainer import Trainer, device_feed
 
 # Steps that compile and warm up; with "auto", as many are then timed to choose the steps of a

@@ -24,16 +24,16 @@ from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.fit.trials.timed import check_sums
 from tnt_jax.train.contracts import Hooks
 from tnt_jax.train.execution import DeviceBatches, stack
-from tnt_jax.train.explaining.steps import (
+from tnt_jax.train.explaining import (
     FUSED,
     KEPT,
     WORTH_A_TRIAL,
     Explaining,
     Reading,
+    Timed,
     first_rows,
     report,
 )
-from tnt_jax.train.explaining.turns import Timed
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
 from tnt_jax.train.steps.global_step import GlobalSteps
 from tnt_jax.train.timing import tuning

@@ -1,8 +1,16 @@
 """A custom loop in a process of `tnt-jax explain`: times its steps, as `fit` times its own."""
 
+import linecache
+import os
+import sys
+import sysconfig
+import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from itertools import count, cycle, islice
+from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import jax
@@ -11,22 +19,21 @@ import jax.numpy as jnp
 from tnt_jax import _jax
 from tnt_jax.data.feed import Feed
 from tnt_jax.data.sources import HostBatch
+from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.sums.reduction import list_thresholds
 from tnt_jax.job import Slot
-from tnt_jax.train.explaining.steps import (
+from tnt_jax.train.explaining import (
     FUSED,
     KEPT,
     WORTH_A_TRIAL,
     Explaining,
+    Timed,
     first_rows,
     report,
 )
-from tnt_jax.train.explaining.turns import Timed
-from tnt_jax.train.loops.batch import DistributedBatch
 from tnt_jax.train.loops.checkpoints import is_saving
-from tnt_jax.train.loops.dataset import ExplainedReading, put_batches
+from tnt_jax.train.loops.dataset import DistributedBatch, ExplainedReading, put_batches
 from tnt_jax.train.loops.engine import Engine
-from tnt_jax.train.loops.trials.lines import SampledLines
 
 _explained = Slot[list["ExplainedSteps"]](list)
 
@@ -196,3 +203,57 @@ def _again(batch: DistributedBatch) -> Iterator[DistributedBatch]:
     """Yields a batch again and again, as if further ones had its rows."""
     for step in count(batch.step, batch.num_steps or 1):
         yield replace(batch, step=step)
+
+
+_EVERY_S = 0.002
+# Of the samples, so that a line is the one.
+_MOST = 0.5
+_LIBRARIES = (
+    *(path + os.sep for path in sysconfig.get_paths().values()),
+    str(Path(__file__).parents[2]) + os.sep,
+    "<frozen",
+)
+
+
+class SampledLines:
+    """Samples, within a block, where the main thread is in the body of its loop."""
+
+    def __init__(self) -> None:
+        self._lines: Counter[tuple[str, int]] = Counter()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="tnt_jax-lines", daemon=True)
+
+    def __enter__(self) -> "SampledLines":
+        """Begins to sample."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the thread that samples."""
+        self._stopped.set()
+        self._thread.join()
+
+    def most(self) -> dict[str, Any] | None:
+        """Returns the line in which most samples are, as JSON values; None if there is none."""
+        if not self._lines:
+            return None
+        (file, number), samples = self._lines.most_common(1)[0]
+        if samples < _MOST * self._lines.total():
+            return None
+        return {"file": file, "number": number, "text": linecache.getline(file, number).strip()}
+
+    def _sample(self) -> None:
+        main = threading.main_thread().ident
+        while not self._stopped.wait(_EVERY_S):
+            frame = sys._current_frames().get(main or 0)
+            if phases.here().doing[0] == "loop" and (line := _line_of(frame)) is not None:
+                self._lines[line] += 1
+
+
+def _line_of(frame: FrameType | None) -> tuple[str, int] | None:
+    """Returns file and line of the innermost call that is in no library."""
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_LIBRARIES):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return None

@@ -1,4 +1,7 @@
-"""What `tnt-jax explain` measures of steps: of those of `fit`, and of those of custom loops."""
+"""What `tnt-jax explain` measures of steps: of those of `fit`, and of those of custom loops.
+
+Several kinds of steps are timed in turns, so that a disturbance of the machine meets all alike.
+"""
 
 import json
 import os
@@ -6,12 +9,15 @@ import resource
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from tnt_jax import _jax
 from tnt_jax.cluster.devices import machine_id
 from tnt_jax.data.permutation import row_order_of
 from tnt_jax.data.sources import HostBatch
@@ -22,8 +28,178 @@ from tnt_jax.distributed.joining.runtime import Runtime, is_master_rank
 from tnt_jax.log import logger, report_to_launcher
 from tnt_jax.settings import EXPLAIN_MARK, TrialsDone
 from tnt_jax.train.execution import signature
-from tnt_jax.train.explaining.convolutions import channels_first, run_alone
-from tnt_jax.train.explaining.turns import Timed, run_to_end, turns
+
+
+def channels_first(jaxpr: Any) -> list[Any]:
+    """Returns the convolutions of a program whose channels come before the dimensions of space.
+
+    They are those of a model, and of the gradients by its inputs.
+    """
+    found = []
+    for equation in _jax.convolutions_in(jaxpr):
+        numbers = equation.params["dimension_numbers"]
+        is_first = all(spec[:2] == (0, 1) for spec in (numbers.lhs_spec, numbers.out_spec))
+        if is_first and len(numbers.lhs_spec) > 2:
+            found.append(equation)
+    return found
+
+
+def run_alone(equations: Sequence[Any], mesh: Mesh, *, last: bool) -> Callable[[int], None]:
+    """Returns what computes convolutions with channels first, or last, so many times."""
+    programs = [with_channels_last(x) if last else _as_is(x) for x in equations]
+    operands = [
+        [jnp.ones(shape, x.aval.dtype) for shape, x in zip(shapes, equation.invars, strict=True)]
+        for (_, shapes), equation in zip(programs, equations, strict=True)
+    ]
+
+    def compute(operands: Any) -> list[jax.Array]:
+        return [
+            jax.lax.conv_general_dilated(*pair, **params)
+            for pair, (params, _) in zip(operands, programs, strict=True)
+        ]
+
+    jitted = jax.jit(compute, compiler_options=_jax.convolution_options(mesh))
+
+    def run(times: int) -> None:
+        for _ in range(times):
+            jax.block_until_ready(jitted(operands))
+
+    return run
+
+
+_Form = tuple[dict[str, Any], list[tuple[int, ...]]]
+
+
+def _as_is(equation: Any) -> _Form:
+    return equation.params, [x.aval.shape for x in equation.invars]
+
+
+def with_channels_last(equation: Any) -> _Form:
+    """Returns parameters and shapes of operands of a convolution with its channels last.
+
+    Kernels then have the dimensions of space, inputs, outputs, as in Flax and Keras.
+    """
+    (batch, channels, *space), kernel = (x.aval.shape for x in equation.invars)
+    outputs, inputs, *window = equation.params["dimension_numbers"].rhs_spec
+    of_kernel = [*(kernel[dim] for dim in window), kernel[inputs], kernel[outputs]]
+    num_dims = len(kernel)
+    of_rows = (0, num_dims - 1, *range(1, num_dims - 1))
+    numbers = jax.lax.ConvDimensionNumbers(
+        of_rows, (num_dims - 1, num_dims - 2, *range(num_dims - 2)), of_rows
+    )
+    return equation.params | {"dimension_numbers": numbers}, [
+        (batch, *space, channels),
+        tuple(of_kernel),
+    ]
+
+
+_WARM_PROGRAMS = 2
+
+
+class CountedCompilations:
+    """Counts the programs that are compiled within a block, and the seconds that it takes."""
+
+    def __init__(self) -> None:
+        self.number, self.seconds = 0, 0.0
+
+    def __enter__(self) -> "CountedCompilations":
+        """Begins to count."""
+        jax.monitoring.register_event_duration_secs_listener(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the count."""
+        jax.monitoring.unregister_event_duration_listener(self._note)
+
+    def _note(self, event: str, duration_secs: float, **_: Any) -> None:
+        self.number += event.endswith("backend_compile_duration")
+        if event.startswith("/jax/core/compile/"):
+            self.seconds += duration_secs
+
+
+class Timed(NamedTuple):
+    """What a program of each kind takes.
+
+    Attributes:
+        seconds: By name, seconds of a program `[rounds, processes]`.
+        compiled_s: By name, seconds of it in which this process compiled, `[rounds]`.
+    """
+
+    seconds: dict[str, np.ndarray]
+    compiled_s: dict[str, np.ndarray]
+
+    def slowest(self, kind: str) -> np.ndarray:
+        """Returns the seconds of a program of a kind on the slowest process, `[rounds]`."""
+        return np.nanmax(self.seconds[kind], axis=1)
+
+    def share(self, kind: str, without: str, *, of: str) -> float:
+        """Returns which share of a program one kind takes longer than another, at the median.
+
+        It is that of process 0, on all of them.
+        """
+        longer = np.median(self.slowest(kind) - self.slowest(without))
+        return float(collectives.broadcast(longer / np.median(self.slowest(of))))
+
+
+def turns(
+    kinds: Mapping[str, Callable[[int], None] | None],
+    *,
+    rounds: int,
+    programs: int,
+    alone: Collection[str] = (),
+) -> Generator[int, None, Timed]:
+    """Returns what a program of each kind takes; yields how many programs others are to run.
+
+    All processes must call it with the same kinds, in the same order.
+
+    Args:
+        kinds: By name, what runs a number of programs to their end; None if the caller runs them
+            before it goes on, such as a custom training loop.
+        rounds: How often each kind is timed; a round before compiles and warms up.
+        programs: Programs that are timed in a round, after two that are not.
+        alone: Kinds that process 0 runs while the others wait; of the others they have NaN.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    compiled_s: dict[str, list[float]] = {name: [] for name in kinds}
+    for round in range(rounds + 1):
+        for name, run in kinds.items():
+            collectives.barrier()
+            own = in_compiler = float("nan")
+            if name not in alone or jax.process_index() == 0:
+                yield from _run(run, _WARM_PROGRAMS)
+                with CountedCompilations() as compiled:
+                    start = time.perf_counter()
+                    yield from _run(run, programs)
+                    own = (time.perf_counter() - start) / programs
+                in_compiler = compiled.seconds / programs
+            if round:
+                seconds[name].append(own)
+                compiled_s[name].append(in_compiler)
+    collectives.barrier()
+    return Timed(
+        {
+            name: collectives.all_gather(np.array(own)).swapaxes(0, 1)
+            for name, own in seconds.items()
+        },
+        {name: np.array(own) for name, own in compiled_s.items()},
+    )
+
+
+def _run(run: Callable[[int], None] | None, programs: int) -> Generator[int, None, None]:
+    if run is None:
+        yield programs
+    else:
+        run(programs)
+
+
+def run_to_end(course: Generator[int, None, Timed]) -> Timed:
+    """Returns the result of `turns` in which all kinds run by themselves."""
+    try:
+        next(course)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("A kind is left to the caller.")
+
 
 WORTH_A_TRIAL = 0.05
 """Share of a step from which something is tried."""
@@ -124,7 +300,7 @@ class Explaining:
         programs: int | None = None,
         alone: Sequence[str] = (),
     ) -> Generator[int, None, Timed]:
-        """Returns what a program of each kind takes; see `tnt_jax.train.explaining.turns`."""
+        """Returns what a program of each kind takes; see `turns`."""
         return turns(kinds, rounds=self._rounds, programs=programs or self.programs, alone=alone)
 
     def time(

@@ -1,1 +1,0 @@
-"""What `tnt-jax explain` measures of steps, whoever trains."""
