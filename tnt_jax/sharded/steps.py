@@ -23,7 +23,7 @@ from tnt_jax.sharded.rules import Axis, Rule
 from tnt_jax.train.contracts import Apply, Parts
 from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.state import TrainState, create_state
-from tnt_jax.train.steps.data_parallel import FusedLoops
+from tnt_jax.train.steps.data_parallel import fused_loops
 from tnt_jax.train.steps.global_step import WholeBatches, global_mesh
 from tnt_jax.train.steps.sharded_step import make_sharded_train_step
 from tnt_jax.train.steps.step import compiled, evaluation, prediction
@@ -77,7 +77,7 @@ class ShardedSteps:
         self._by_row: Any = PartitionSpec(_jax.rank_axes(self.mesh))
         stacked = NamedSharding(self.mesh, PartitionSpec(None, *self._by_row))
         train = partial(make_sharded_train_step, placement=self.placement, stacked=True)
-        self.fused: Any = FusedLoops(train, stacked)
+        self.fused: Any = fused_loops(train, stacked)
 
     def layout_of(self, params: Any) -> Layout:
         """Returns the layout of whole parameters or of their descriptions; see `Layout.of`."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -78,15 +78,10 @@ class CompiledSteps:
         assert step is not None
         return step
 
-    def lower(self, group: DeviceBatches, state: TrainState) -> Any:
-        """Returns the lowered program of a group, or `Programs`; None if steps run one by one."""
-        return self._staged("lower", group, state)
-
-    def trace(self, group: DeviceBatches, state: TrainState) -> Any:
-        """Returns the traced program of a group; None if it is not one program."""
-        return self._staged("trace", group, state)
-
-    def _staged(self, stage: str, group: DeviceBatches, state: TrainState) -> Any:
+    def staged(
+        self, stage: Literal["trace", "lower"], group: DeviceBatches, state: TrainState
+    ) -> Any:
+        """Returns a stage of a group's program, or `Programs`; None if steps run one by one."""
         sums = self.zero_sums(group, state)
         sums = sums if self.watch is None else self.watch.with_counts(sums)
         make = getattr(self.training(group, state, sums), stage, None)

@@ -148,27 +148,34 @@ class Hooks(Protocol):
         ...
 
 
-class FusedSteps(Protocol):
-    """Several steps as one program; its batches are stacked: arrays `[steps, rows, ...]`."""
+class CountedRows:
+    """Hooks that count real rows and do nothing else."""
 
-    def train(
-        self,
-        parts: Parts,
-        optimizer: optax.GradientTransformation,
-        *,
-        accumulation_steps: int,
-        on_nan: OnNaN | None = None,
-    ) -> Callable:
-        """Returns the function `(state, sums, batches) -> (state, sums)`."""
-        ...
+    def __init__(self) -> None:
+        self.number = 0
 
-    def evaluate(self, step: Callable) -> Callable:
-        """Returns the function `(params, model_state, sums, batches) -> sums`."""
-        ...
+    def on_batch_begin(self, index: int) -> None:
+        """Does nothing."""
 
-    def predict(self, step: Callable) -> Callable:
-        """Returns the function `(params, model_state, inputs, first_rows) -> outputs`."""
-        ...
+    def on_batch_end(self, index: int, sums: Any, num_rows: int) -> bool:
+        """Counts the rows, and goes on."""
+        self.number += num_rows
+        return False
+
+
+class FusedSteps(NamedTuple):
+    """Several steps as one program; its batches are stacked: arrays `[steps, rows, ...]`.
+
+    Attributes:
+        train: From the arguments of `Steps.train` to `(state, sums, batches) -> (state, sums)`.
+        evaluate: From a step of evaluation to `(params, model_state, sums, batches) -> sums`.
+        predict: From a step of prediction to `(params, model_state, inputs, first_rows) ->
+            outputs`.
+    """
+
+    train: Callable[..., Callable]
+    evaluate: Callable[[Callable], Callable]
+    predict: Callable[[Callable], Callable]
 
 
 class Steps(Protocol):

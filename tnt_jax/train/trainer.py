@@ -543,11 +543,11 @@ class Trainer:
 
     def lower(self, group: DeviceBatches) -> Any:
         """Returns the same for the steps of a group of batches; None if they run one by one."""
-        return self.programs.lower(self._taken(group), self.described())
+        return self.programs.staged("lower", self._taken(group), self.described())
 
     def trace(self, group: DeviceBatches) -> Any:
         """Returns the traced program of a group of batches; None if it is not one program."""
-        return self.programs.trace(self._taken(group), self.described())
+        return self.programs.staged("trace", self._taken(group), self.described())
 
     def trace_evaluation(self, group: DeviceBatches) -> Any:
         """Returns the traced program that evaluates a group of batches; None if it is not one."""

@@ -22,15 +22,8 @@ from tnt_jax.keras_compat.fit.data_intake import (
 from tnt_jax.keras_compat.fit.evaluation import as_returned
 from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.state.core import Core
+from tnt_jax.train.contracts import CountedRows
 from tnt_jax.train.trainer import device_feed
-
-
-class _NoHooks:
-    def on_batch_begin(self, index: int) -> None:
-        pass
-
-    def on_batch_end(self, index: int, sums: Any, num_rows: int) -> bool:
-        return False
 
 
 class SingleBatches:
@@ -75,7 +68,7 @@ class SingleBatches:
         self._core.choose_mesh(to_batch(first, weighting))
         self._shared.preparation.check_rows(first, weighting, train=True)
         with self._fed(first, weighting) as feed:
-            self._shared.progress.epoch_sums = trainer.train_epoch(feed, _NoHooks())
+            self._shared.progress.epoch_sums = trainer.train_epoch(feed, CountedRows())
         self._core.write_back_outside_fit()
         return self._results(return_dict)
 
@@ -89,7 +82,7 @@ class SingleBatches:
         self._shared.preparation.prepare(first)
         self._shared.preparation.check_rows(first, train=False)
         with self._fed(first) as feed:
-            self._shared.progress.epoch_sums = self._core.trainer.evaluate(feed, _NoHooks())
+            self._shared.progress.epoch_sums = self._core.trainer.evaluate(feed, CountedRows())
         return self._results(return_dict)
 
     @phases.called("Model.predict_on_batch")
@@ -99,7 +92,7 @@ class SingleBatches:
         self._shared.builder.build_for(to_batch(first))
         self._shared.preparation.check_outputs(to_batch(first))
         with self._fed(first) as feed:
-            return self._core.trainer.predict(feed, _NoHooks())
+            return self._core.trainer.predict(feed, CountedRows())
 
     def __call__(self, inputs: Any, training: bool | None = False) -> Any:
         """Returns all outputs `[rows, ...]` for one batch as JAX arrays, on every process.

@@ -14,7 +14,7 @@ from tnt_jax.adapters.base import Variables
 from tnt_jax.data.feed import rank_slice_of
 from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.sums.reduction import Reduction
-from tnt_jax.train.contracts import Apply, Parts
+from tnt_jax.train.contracts import Apply, FusedSteps, Parts
 from tnt_jax.train.execution import DeviceBatches, mapped, scanned
 from tnt_jax.train.finite import check_uncompressed
 from tnt_jax.train.state import TrainState, create_state, started_at_once
@@ -41,7 +41,7 @@ class DataParallelSteps:
         self.rank_slice = rank_slice_of(runtime)
         self.mesh = runtime.mesh
         self.train = partial(_make_train_step, self.mesh, reduction)
-        self.fused = FusedLoops(
+        self.fused = fused_loops(
             partial(_make_train_step, self.mesh, reduction, stacked=True),
             NamedSharding(self.mesh, PartitionSpec(None, _jax.DATA_AXIS)),
         )
@@ -146,17 +146,8 @@ def _make_train_step(
     return make_train_step(parts, optimizer, mesh, reduction=reduction, **options)
 
 
-class FusedLoops:
-    """Implements `FusedSteps` with loops inside a program; `train` makes that of training."""
-
-    def __init__(self, train: Callable[..., Callable], sharding: NamedSharding) -> None:
-        self.train = train
-        self._sharding = sharding
-
-    def evaluate(self, step: Callable) -> Callable:
-        """Returns the function `(params, model_state, sums, batches) -> sums`."""
-        return scanned(step, self._sharding)
-
-    def predict(self, step: Callable) -> Callable:
-        """Returns the function `(params, model_state, inputs, first_row) -> outputs`."""
-        return mapped(step, self._sharding)
+def fused_loops(train: Callable[..., Callable], sharding: NamedSharding) -> FusedSteps:
+    """Returns loops inside a program over batches of a sharding; `train` makes that of training."""
+    return FusedSteps(
+        train, partial(scanned, sharding=sharding), partial(mapped, sharding=sharding)
+    )

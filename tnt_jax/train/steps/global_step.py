@@ -26,7 +26,7 @@ from tnt_jax.data.feed import rank_slice_of
 from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.sums.reduction import Reduction
 from tnt_jax.log import logger
-from tnt_jax.train.contracts import Apply, Batch, Parts
+from tnt_jax.train.contracts import Apply, Batch, FusedSteps, Parts
 from tnt_jax.train.execution import DeviceBatches, mapped, scanned
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
 from tnt_jax.train.steps.sharded_step import Placement, ShardedOptimizer, make_sharded_train_step
@@ -50,7 +50,7 @@ class WholeBatches:
         """Begins to compute whole batches."""
         self.rank_slice = rank_slice_of(runtime)
         self.train = partial(_make_train_step, self.placement)
-        self.fused = _FusedSteps(self.placement)
+        self.fused = _fused(self.placement)
         self._take = RealRows(self.mesh)
 
     def without_padding(self, group: DeviceBatches) -> DeviceBatches:
@@ -103,21 +103,17 @@ def _make_train_step(
     )
 
 
-class _FusedSteps:
-    """Implements `FusedSteps` with loops inside a program."""
+def _fused(placement: Placement) -> FusedSteps:
+    mesh = placement.mesh
 
-    def __init__(self, placement: Placement) -> None:
-        self._mesh = placement.mesh
-        self.train = partial(_make_train_step, placement, stacked=True)
-
-    def evaluate(self, step: Callable) -> Callable:
-        """Returns the function `(params, model_state, sums, batches) -> sums`."""
+    def evaluate(step: Callable) -> Callable:
         steps = _jax.unjitted(scanned(step, None))
-        return divided(steps, self._mesh, at=3, dim=1, out_shardings=_whole(self._mesh))
+        return divided(steps, mesh, at=3, dim=1, out_shardings=_whole(mesh))
 
-    def predict(self, step: Callable) -> Callable:
-        """Returns the function `(params, model_state, inputs) -> outputs`."""
-        return divided(_jax.unjitted(mapped(step, None)), self._mesh, at=2, dim=1, gives_rows=True)
+    def predict(step: Callable) -> Callable:
+        return divided(_jax.unjitted(mapped(step, None)), mesh, at=2, dim=1, gives_rows=True)
+
+    return FusedSteps(partial(_make_train_step, placement, stacked=True), evaluate, predict)
 
 
 class _OneRank:

@@ -4,7 +4,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ from tnt_jax import _jax
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.liveness import phases
-from tnt_jax.train.contracts import Batch
+from tnt_jax.train.contracts import Batch, CountedRows
 from tnt_jax.train.execution import DeviceBatches, choose_num_steps
 from tnt_jax.train.explaining import CountedCompilations
 from tnt_jax.train.trainer import Trainer, device_feed
@@ -51,21 +51,6 @@ class Times(NamedTuple):
     rows: int
     seconds: float
     shares: tuple[float, ...]
-
-
-class CountedRows:
-    """Hooks that count real rows and do nothing else."""
-
-    def __init__(self) -> None:
-        self.number = 0
-
-    def on_batch_begin(self, index: int) -> None:
-        """Does nothing."""
-
-    def on_batch_end(self, index: int, sums: Any, num_rows: int) -> bool:
-        """Counts rows; the loop goes on."""
-        self.number += num_rows
-        return False
 
 
 def time_steps(

@@ -22,7 +22,7 @@ from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.sums.reduction import Reduction, choose_reduction, list_thresholds
 from tnt_jax.settings import Settings
-from tnt_jax.train.contracts import Batch, Parts
+from tnt_jax.train.contracts import Batch, CountedRows, Parts
 from tnt_jax.train.execution import DeviceBatches
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
 from tnt_jax.train.trainer import Trainer, device_feed
@@ -211,22 +211,13 @@ def advise(trials: Sequence[Trial]) -> str:
     return "\n".join(lines)
 
 
-class _Nothing:
-    def on_batch_begin(self, index: int) -> None:
-        """Does nothing."""
-
-    def on_batch_end(self, index: int, sums: Any, num_rows: int) -> bool:
-        """Lets the loop go on."""
-        return False
-
-
 def _time_step(trainer: Trainer, group: DeviceBatches, steps: int) -> float:
     """Returns the seconds of a step, after one program that warms up."""
 
     def run(count: int) -> float:
         started = time.perf_counter()
         with phases.in_phase("steps"):
-            sums = trainer.train_epoch(repeat(group, count), _Nothing())
+            sums = trainer.train_epoch(repeat(group, count), CountedRows())
             jax.block_until_ready((trainer.state, sums))
         return (time.perf_counter() - started) / (count * group.num_steps)
 

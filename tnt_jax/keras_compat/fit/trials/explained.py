@@ -22,7 +22,7 @@ from tnt_jax.keras_compat.fit.fit_loop import FitLoop
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments, PhaseHooks, flat
 from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.fit.trials.timed import check_sums
-from tnt_jax.train.contracts import Hooks
+from tnt_jax.train.contracts import CountedRows, Hooks
 from tnt_jax.train.execution import DeviceBatches, stack
 from tnt_jax.train.explaining import (
     FUSED,
@@ -37,7 +37,6 @@ from tnt_jax.train.explaining import (
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
 from tnt_jax.train.steps.global_step import GlobalSteps
 from tnt_jax.train.timing import tuning
-from tnt_jax.train.timing.timed_steps import CountedRows
 from tnt_jax.train.trainer import Trainer, device_feed, preparation_of
 
 # They would replace what the user has saved, or begin where a run was interrupted.
