@@ -121,7 +121,7 @@ def end(*arguments):
     seen.append(describe(*arguments))
     raise Described  # Before the first step, for which nothing is compiled.
 
-resume.describe_run, FitLoop.compiles_ahead = end, False
+resume.describe_run, FitLoop.trains = end, False
 x = np.arange(24, dtype=np.float32).reshape(12, 2) / 24
 for module in Net(), Nnx(), linear:
     for optimizer in "adam", optax.adamw(lambda step: 0.1 / (1 + step)), keras.optimizers.Lion(0.1):

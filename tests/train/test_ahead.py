@@ -96,7 +96,7 @@ def test_the_step_is_compiled_once_in_the_thread_and_has_the_same_bits(
     data = batches() if options.pop("data", False) else None
     weights = fit(make_model(**options), data=data)
     assert compiled == {"tnt_jax-compile": 1}
-    monkeypatch.setattr(FitLoop, "compiles_ahead", False)
+    monkeypatch.setattr(FitLoop, "trains", False)
     expected = fit(make_model(**options), data=data)
     assert compiled == {"tnt_jax-compile": 1, "main": 1}
     for one, other in zip(weights, expected, strict=True):
@@ -134,7 +134,7 @@ def test_evaluation_is_compiled_once_in_the_thread_and_has_the_same_bits(
     use_ranks(num_ranks)
     found = history()
     assert compiled == {"tnt_jax-compile": 2}
-    monkeypatch.setattr(FitLoop, "compiles_ahead", False)
+    monkeypatch.setattr(FitLoop, "trains", False)
     assert history() == found
     assert compiled == {"tnt_jax-compile": 2, "main": 2}
 
@@ -209,7 +209,7 @@ def test_an_error_of_the_model_is_that_of_the_step(use_ranks, compiled, monkeypa
     use_ranks(1)
     with pytest.raises(RuntimeError, match="no training of 8 rows") as found:
         fit(make_model(CannotTrain()))
-    monkeypatch.setattr(FitLoop, "compiles_ahead", False)
+    monkeypatch.setattr(FitLoop, "trains", False)
     with pytest.raises(RuntimeError) as expected:
         fit(make_model(CannotTrain()))
     assert str(found.value) == str(expected.value)
@@ -318,7 +318,7 @@ class Announced(ArraySource):
 
 def without_ahead(monkeypatch, source):
     with monkeypatch.context() as patch:
-        patch.setattr(FitLoop, "compiles_ahead", False)
+        patch.setattr(FitLoop, "trains", False)
         return fit(make_model(), data=source)
 
 

@@ -95,8 +95,9 @@ _SHORTEST_WAIT_S = 1e-4
 class FitLoop:
     """Trains a model epoch by epoch."""
 
-    # Whether the step is compiled while what precedes it is done.
-    compiles_ahead = True
+    # Whether steps are those of training alone: compiled while what precedes them is done, and
+    # followed by the end of `fit`, with its state saved, after a signal.
+    trains = True
     # What is done between its steps.
     step_hooks = PhaseHooks
 
@@ -120,7 +121,7 @@ class FitLoop:
     @contextmanager
     def ending_on_request(self, callbacks: CallbackArguments) -> Iterator[None]:
         """Lets a signal end the `fit` in the block, if a callback can save its state."""
-        with ending_on_request(callbacks.unwrapped) as self._points:
+        with ending_on_request(callbacks.unwrapped if self.trains else ()) as self._points:
             yield
 
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
@@ -158,7 +159,7 @@ class FitLoop:
             if not data.fits_memory:
                 self._core.choose_mesh(plan.unpack(first))
             self._shared.preparation.trace_rows(first, weighting, train=True, source=stream.source)
-            if self.compiles_ahead and arguments.has_epochs and not data.fits_memory:
+            if self.trains and arguments.has_epochs and not data.fits_memory:
                 self._shared.preparation.compile_ahead(stream, first, plan.unpack)
         self._shared.preparation.check_rows(first, weighting, train=True)
         if arguments.validation_data is not None:
@@ -172,7 +173,7 @@ class FitLoop:
     ) -> Meanwhile | None:
         """Returns what prepares the step while the first batch is read; None if nothing can."""
         is_new = self._core.require_compiled().functions is None
-        if not (self.compiles_ahead and arguments.has_epochs and is_new):
+        if not (self.trains and arguments.has_epochs and is_new):
             return None
         if self._core.has_open_mesh or self._core.fits_memory:
             return None
@@ -191,7 +192,7 @@ class FitLoop:
         self._shared.resumption.begin(plan.stream, plan.arguments.initial_epoch)
         self._shared.resumption.describe_run(plan, callbacks.unwrapped)
         plan = replace(plan, validation=self._open_validation(plan))
-        if self.compiles_ahead and plan.validation is not None and plan.ever_validates:
+        if self.trains and plan.validation is not None and plan.ever_validates:
             self._shared.preparation.compile_evaluation_ahead(plan.validation)
         counts = {"epochs": plan.arguments.epochs, "steps": plan.stream.num_steps}
         with callbacks.open("Model.fit", **counts) as hooks:

@@ -285,15 +285,7 @@ class Preparation:
     def _compile(self, compilation: Compilation, functions: Compiled | CompiledObjective) -> None:
         """Chooses what the steps compute; they are compiled on their first run."""
         self._state.start_optimizer()
-        parts = functions.step_parts(self._core.adapter.apply, self._core.at_once.training)
-        transformation = compilation.transformation
-        assert transformation is not None
-        self._core.trainer.compile(
-            parts,
-            transformation,
-            accumulation_steps=compilation.accumulation_steps,
-            on_nan=compilation.on_nan,
-        )
+        self._core.compile_steps(functions)
         compilation.functions = functions
         runtime.log_start_phase("weights made")
 

@@ -25,7 +25,7 @@ from tnt_jax.keras_compat.compiling.compilation import Compilation
 from tnt_jax.keras_compat.compiling.compiled import Compiled
 from tnt_jax.keras_compat.compiling.keras_training import transformation_of
 from tnt_jax.keras_compat.compiling.objective import CompiledObjective
-from tnt_jax.keras_compat.state.options import ModelOptions
+from tnt_jax.keras_compat.state.options import ModelOptions, refuse_with_local_steps
 from tnt_jax.log import logger
 from tnt_jax.sharded import ShardingOptions, auto
 from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS
@@ -148,7 +148,7 @@ class Core:
         """Goes on from what the trainer has kept, on the devices of another generation."""
         job = self._used.on_mesh(runtime.init(), self._sharding)
         self.trainer.reopen(job, self._first_steps(job), kept)
-        self._compile_steps()
+        self.compile_steps()
         # The wrapped object holds arrays of devices that are closed.
         self._store()
 
@@ -394,7 +394,7 @@ class Core:
             choice = memory_choice.choose(asked, ways(), limit, looks_at_all=job.settings.plan)
         except ValueError:
             self.at_once.training = self.at_once.evaluation = None
-            self._compile_steps()
+            self.compile_steps()
             raise
         if failed is None:
             logger.info("%s.", choice)
@@ -437,7 +437,7 @@ class Core:
         if fewer is None:
             return False
         self.at_once.training = self.at_once.evaluation = fewer
-        self._compile_steps()
+        self.compile_steps()
         return True
 
     def _evaluate_fewer_rows(self, num_rows: int) -> bool:
@@ -472,7 +472,7 @@ class Core:
         )
         if problem is None:
             self.at_once.training = math.ceil(num_rows / 2)
-            self._compile_steps()
+            self.compile_steps()
         return problem
 
     def shard_optimizer_state(self) -> str | None:
@@ -505,7 +505,7 @@ class Core:
         if form.name:
             self._use(form.options)
         else:
-            self._compile_steps()
+            self.compile_steps()
 
     @property
     def splits_rows(self) -> bool:
@@ -554,16 +554,21 @@ class Core:
         """Lets the trainer go on with other steps."""
         trainer = self.trainer
         trainer.move(job, steps, steps.place(trainer.require_state()))
-        self._compile_steps()
+        self.compile_steps()
 
-    def _compile_steps(self) -> None:
-        """Chooses what the trainer's steps compute, once data is known."""
-        compilation = self.compilation
-        if compilation is None or compilation.functions is None:
+    def compile_steps(
+        self,
+        functions: Compiled | CompiledObjective | None = None,
+        *,
+        trainer: Trainer | None = None,
+    ) -> None:
+        """Lets steps, by default the trainer's, compute what was chosen, once data is known."""
+        compilation, functions = self.compilation, functions or self.functions
+        if compilation is None or functions is None:
             return
         assert compilation.transformation is not None
-        self.trainer.compile(
-            self.step_parts(),
+        (trainer or self.trainer).compile(
+            functions.step_parts(self.adapter.apply, self.at_once.training),
             compilation.transformation,
             accumulation_steps=compilation.accumulation_steps,
             on_nan=compilation.on_nan,
@@ -595,7 +600,7 @@ class Core:
         compilation = self.require_compiled()
         if self.options.sync is None:
             return
-        for name, is_set, why in (
+        refuse_with_local_steps(
             ("on_nan", compilation.on_nan is not None, "groups would leave different steps"),
             (
                 "gradient_accumulation_steps",
@@ -603,12 +608,7 @@ class Core:
                 "a larger batch, or a larger LocalSteps(every=...), has its effect",
             ),
             ("use_ema", compilation.optimizer.use_ema, "each group would keep averages of its own"),
-        ):
-            if is_set:
-                raise ValueError(
-                    f"sync=LocalSteps cannot be combined with {name}: {why}. Leave one of the two "
-                    "out."
-                )
+        )
 
     @property
     def calls_model(self) -> bool:

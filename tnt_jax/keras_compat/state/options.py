@@ -40,22 +40,13 @@ class ModelOptions:
         """Returns the options of `tnt_jax.adapters.wrap`."""
         return self._named("precision", "trainable", "frozen", "synchronize_batch_norm")
 
-    def for_reduction(self) -> dict[str, Any]:
-        """Returns the options of `distributed.sums.reduction.choose_reduction`, by its names."""
-        return {
-            "threshold_kb": self.fusion_threshold,
-            "compression": self.gradient_compression,
-            "ranks_per_host": self.ranks_per_host,
-            "shard_optimizer_state": self.shard_optimizer_state,
-        }
-
     def check_local_steps(self) -> None:
         """Raises an error if `sync` is none, or another option excludes it."""
         if self.sync is None:
             return
         if not isinstance(self.sync, LocalSteps):
             raise TypeError(f"sync must be a tnt_jax.LocalSteps, but is {self.sync!r}.")
-        for name, is_set, why in (
+        refuse_with_local_steps(
             ("mesh", self.mesh is not None, "a group holds the whole model on each rank"),
             ("reproducible", self.reproducible, "results depend on the number of groups"),
             ("shard_optimizer_state", self.shard_optimizer_state, "no state is sharded in groups"),
@@ -65,12 +56,7 @@ class ModelOptions:
                 self.gradient_compression is not None,
                 "LocalSteps(compress='int8') compresses what travels between groups",
             ),
-        ):
-            if is_set:
-                raise ValueError(
-                    f"sync=LocalSteps cannot be combined with {name}: {why}. Leave one of the two "
-                    "out."
-                )
+        )
 
     def for_sharding(self) -> ShardingOptions | None:
         """Returns how the model is sharded; None for data parallelism alone.
@@ -135,8 +121,15 @@ class ModelOptions:
         """
         if sharding is None and whole:
             return GlobalSteps(job)
-        choices = self.for_reduction()
-        reduction = choose_reduction(job.platform, job.num_ranks, settings=job.settings, **choices)
+        reduction = choose_reduction(
+            job.platform,
+            job.num_ranks,
+            settings=job.settings,
+            threshold_kb=self.fusion_threshold,
+            compression=self.gradient_compression,
+            ranks_per_host=self.ranks_per_host,
+            shard_optimizer_state=self.shard_optimizer_state,
+        )
         if sharding is None:
             return DataParallelSteps(job, reduction)
         make = sharded.ShardedGlobalSteps if whole else sharded.ShardedSteps
@@ -158,3 +151,12 @@ class ModelOptions:
 
     def _named(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
+
+
+def refuse_with_local_steps(*choices: tuple[str, bool, str]) -> None:
+    """Raises a ValueError if a choice is made, by its name, that `LocalSteps` cannot go with."""
+    for name, is_made, why in choices:
+        if is_made:
+            raise ValueError(
+                f"sync=LocalSteps cannot be combined with {name}: {why}. Leave one of the two out."
+            )

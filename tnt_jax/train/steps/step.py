@@ -96,40 +96,6 @@ def donated() -> tuple[int, ...]:
     return (0,) if link() is None else ()
 
 
-def make_train_step(
-    parts: Parts,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-    *,
-    reduction: Reduction,
-    accumulation_steps: int = 1,
-    on_nan: OnNaN | None = None,
-    stacked: bool = False,
-) -> Callable:
-    """Returns the jitted function `(state, sums, batch) -> (state, sums)`.
-
-    `state` is donated; `sums` is not, so that the sums of any step can be read later.
-
-    Args:
-        parts: What the step computes.
-        optimizer: Optax transformation, given gradients of the loss of the whole global batch.
-        mesh: Ranks, over the axis `data`.
-        reduction: How gradients are summed over the ranks.
-        accumulation_steps: Steps whose mean gradient makes one update. Each rank sums its own
-            gradients; ranks exchange them only in the step that updates.
-        on_nan: What follows a step that is not finite; None to take it.
-        stacked: Whether it is one program of several steps, for arrays `[steps, rows, ...]`.
-    """
-    step = _train_step(parts, optimizer, mesh, reduction, accumulation_steps, on_nan)
-    mapped = _jax.shard_map(
-        repeated(step) if stacked else step,
-        mesh=mesh,
-        in_specs=(_STATE, _REPLICATED, _STACKED if stacked else _BY_ROW),
-        out_specs=(_STATE, _REPLICATED),
-    )
-    return compiled(mapped, mesh, donate_argnums=donated())
-
-
 def repeated(step: Callable) -> Callable:
     """Returns the function `(state, sums, batches) -> (state, sums)` that scans a step."""
 
@@ -228,15 +194,30 @@ def differentiate(
     return LocalStep(numbers, model_state, grads, order)
 
 
-def _train_step(
+def make_train_step(
     parts: Parts,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
+    *,
     reduction: Reduction,
-    accumulation_steps: int,
-    on_nan: OnNaN | None,
-) -> Callable[[TrainState, Any, Batch], tuple[TrainState, Any]]:
-    """Returns one rank's training step, which runs inside `shard_map`."""
+    accumulation_steps: int = 1,
+    on_nan: OnNaN | None = None,
+    stacked: bool = False,
+) -> Callable:
+    """Returns the jitted function `(state, sums, batch) -> (state, sums)`.
+
+    `state` is donated; `sums` is not, so that the sums of any step can be read later.
+
+    Args:
+        parts: What the step computes.
+        optimizer: Optax transformation, given gradients of the loss of the whole global batch.
+        mesh: Ranks, over the axis `data`.
+        reduction: How gradients are summed over the ranks.
+        accumulation_steps: Steps whose mean gradient makes one update. Each rank sums its own
+            gradients; ranks exchange them only in the step that updates.
+        on_nan: What follows a step that is not finite; None to take it.
+        stacked: Whether it is one program of several steps, for arrays `[steps, rows, ...]`.
+    """
 
     def update(summed: Summed, params: Any, opt_state: Any) -> tuple[Any, tuple[Any, Any]]:
         params, opt_state = updated(optimizer, summed.grads, params, opt_state)
@@ -293,7 +274,13 @@ def _train_step(
             platform=mesh.devices.flat[0].platform,
         )
 
-    return step
+    mapped = _jax.shard_map(
+        repeated(step) if stacked else step,
+        mesh=mesh,
+        in_specs=(_STATE, _REPLICATED, _STACKED if stacked else _BY_ROW),
+        out_specs=(_STATE, _REPLICATED),
+    )
+    return compiled(mapped, mesh, donate_argnums=donated())
 
 
 def sums_of_numbers(

@@ -1,7 +1,6 @@
 """`fit` in a process of `tnt-jax explain`: times its steps with one thing after another removed."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle, islice, repeat
 from typing import Any, NoReturn
@@ -21,7 +20,7 @@ from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments, Pl
 from tnt_jax.keras_compat.fit.fit_loop import FitLoop
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments, PhaseHooks, flat
 from tnt_jax.keras_compat.fit.preparation import Shared
-from tnt_jax.keras_compat.fit.trials.timed import check_sums
+from tnt_jax.keras_compat.fit.trials.timed import check_sums, step_to_tune
 from tnt_jax.train.contracts import CountedRows, Hooks
 from tnt_jax.train.execution import DeviceBatches, stack
 from tnt_jax.train.explaining import (
@@ -46,12 +45,7 @@ _SAVING = ("BackupAndRestore", "ModelCheckpoint")
 class ExplainLoop(FitLoop):
     """Times the steps of a `fit` in several ways, and tries what may make them faster."""
 
-    compiles_ahead = False
-
-    @contextmanager
-    def ending_on_request(self, callbacks: CallbackArguments) -> Iterator[None]:
-        """Leaves signals as they are: there is nothing to save."""
-        yield
+    trains = False
 
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
         """Does the same as for training, without validation."""
@@ -171,7 +165,7 @@ class _Steps:
 
     def _local_kinds(self, kept: Sequence[HostBatch]) -> dict[str, Callable[[int], None]]:
         """Returns what runs steps of one rank that sends nothing; empty if there is none."""
-        trainer, compilation = self._trainer, self._core.require_compiled()
+        trainer = self._trainer
         if type(trainer.steps) not in (DataParallelSteps, GlobalSteps):
             return {}
         mesh = _jax.make_data_mesh(trainer.runtime.mesh.local_devices[:1])
@@ -179,13 +173,7 @@ class _Steps:
         options = replace(self._core.options, shard_optimizer_state=False, ranks_per_host=1)
         steps = options.steps(runtime, None, dict, whole=isinstance(trainer.steps, GlobalSteps))
         own = Trainer(trainer.adapter, runtime, steps, seed=0)
-        assert compilation.transformation is not None
-        own.compile(
-            self._core.step_parts(),
-            compilation.transformation,
-            accumulation_steps=compilation.accumulation_steps,
-            on_nan=compilation.on_nan,
-        )
+        self._core.compile_steps(trainer=own)
         own.build_from(trainer.variables())
         prepare = preparation_of(own, self._plan.unpack, threaded=True)
         per_rank = len(jax.tree.leaves(kept[0].data)[0]) // trainer.rank_slice.local_ranks
@@ -242,22 +230,16 @@ class _Steps:
 
     def _try_sums(self, explaining: Explaining, timed: Timed, kept: Sequence[HostBatch]) -> None:
         """Tries other ways to sum gradients, if sums take a share of a step; gives up the state."""
-        trainer, compilation = self._trainer, self._core.require_compiled()
+        trainer = self._trainer
         if type(trainer.steps) is not DataParallelSteps or trainer.runtime.num_ranks == 1:
             return
         if timed.share("placed batches", "no sums", of="as is") <= WORTH_A_TRIAL:
             return
-        assert compilation.transformation is not None
-        step = tuning.Step(
-            self._core.step_parts(),
-            compilation.transformation,
-            compilation.accumulation_steps,
-            self._num_steps,
-        )
+        step = step_to_tune(self._core)
         candidates = tuning.list_candidates(
             trainer,
             by_argument=self._core.options.fusion_threshold is not None,
-            accumulation_steps=compilation.accumulation_steps,
+            accumulation_steps=step.accumulation_steps,
         )
         state = jax.device_get(trainer.require_state())
         used, *others = tuning.try_candidates(

@@ -1,7 +1,5 @@
 """`fit` in a process of `tnt-jax verify`: trains for a few steps, and records each of them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,16 +33,11 @@ class RecordedLoop(FitLoop):
     others, the steps are those around the end of the first epoch, otherwise the first ones.
     """
 
-    compiles_ahead = False
+    trains = False
 
     def __init__(self, shared: Shared) -> None:
         super().__init__(shared)
         self._recorded: Recorder | None = None
-
-    @contextmanager
-    def ending_on_request(self, callbacks: CallbackArguments) -> Iterator[None]:
-        """Leaves signals as they are: there is nothing to save."""
-        yield
 
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
         """Does the same as for training, with the global batch of the lowest number of ranks."""

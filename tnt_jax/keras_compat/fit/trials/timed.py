@@ -1,8 +1,6 @@
 """`fit` in a process of `tnt-jax tune`, `plan` or `scale`, which measures instead of training."""
 
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from fractions import Fraction
 from importlib.metadata import version
@@ -34,7 +32,7 @@ _LIBRARIES = ("jax", "jaxlib", "flax")
 class TrialLoop(FitLoop):
     """Times ways to sum gradients on the model and data of a `fit`, instead of training."""
 
-    compiles_ahead = False
+    trains = False
 
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
         """Does the same as for training."""
@@ -43,25 +41,21 @@ class TrialLoop(FitLoop):
 
     def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
         """Prints the options to use, on the master, and hands back to the entry of the process."""
-        trainer = self._core.trainer
-        compilation = self._core.require_compiled()
-        transformation = compilation.transformation
-        assert transformation is not None
-        step = tuning.Step(
-            self._core.step_parts(),
-            transformation,
-            compilation.accumulation_steps,
-            compilation.steps_per_execution or 1,
-        )
         by_argument = self._core.options.fusion_threshold is not None
-        tuning.tune(trainer, step, plan.first, plan.unpack, by_argument=by_argument)
+        tuning.tune(
+            self._core.trainer,
+            step_to_tune(self._core),
+            plan.first,
+            plan.unpack,
+            by_argument=by_argument,
+        )
         raise TrialsDone
 
 
 class PlanLoop(FitLoop):
     """Shows what a step of a `fit` needs, instead of training."""
 
-    compiles_ahead = False
+    trains = False
 
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
         """Does the same as for training."""
@@ -81,6 +75,15 @@ class PlanLoop(FitLoop):
         if is_master_rank():
             print(planned.text(), flush=True)
         raise TrialsDone
+
+
+def step_to_tune(core: Core) -> tuning.Step:
+    """Returns the step of a model that is ready for its data."""
+    compilation = core.require_compiled()
+    transformation = compilation.transformation
+    assert transformation is not None
+    num_steps = compilation.steps_per_execution or 1
+    return tuning.Step(core.step_parts(), transformation, compilation.accumulation_steps, num_steps)
 
 
 def check_sums(core: Core, command: str) -> None:
@@ -129,12 +132,7 @@ def scale_batch(data: DataArguments, num_ranks: int, settings: Settings) -> Data
 class ScaleLoop(FitLoop):
     """Times the steps of a `fit`, without callbacks and validation."""
 
-    compiles_ahead = False  # The time of compilation is one of its results.
-
-    @contextmanager
-    def ending_on_request(self, callbacks: CallbackArguments) -> Iterator[None]:
-        """Leaves signals as they are: there is nothing to save."""
-        yield
+    trains = False
 
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
         """Does the same as for training, with the global batch of this number of ranks."""
