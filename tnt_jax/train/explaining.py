@@ -274,12 +274,8 @@ class Reading:
 class Explaining:
     """Times kinds of steps, and notes what was tried.
 
-    It is made after the first step, whose compilation is that of a start.
-
-    Args:
-        runtime: The job, whose settings say how many steps are timed.
-        num_steps: Steps of a program.
-        trained_by: What trains: `"fit"`, or the name of a step of a custom loop.
+    It is made after the first step, whose compilation is that of a start. A program has
+    `num_steps`; `trained_by` is `"fit"`, or the name of a step of a custom loop.
     """
 
     def __init__(self, runtime: Runtime, num_steps: int, trained_by: str) -> None:
@@ -322,15 +318,7 @@ class Explaining:
     def note_trial(
         self, what: str, name: str, before: Any, after: Any, *, exact: bool = True
     ) -> None:
-        """Notes what was tried.
-
-        Args:
-            what: Kind of the trial.
-            name: What was changed.
-            before: Seconds of a program without the change, by round.
-            after: The same with it.
-            exact: Whether it rounds nothing.
-        """
+        """Notes what was tried, and seconds of a program by round."""
         lists = [(np.asarray(x) / self._num_steps).tolist() for x in (before, after)]
         trial = {"what": what, "name": name, "exact": exact}
         self._trials.append(trial | {"before": lists[0], "after": lists[1]})
@@ -356,13 +344,7 @@ class Explaining:
         self.note_trial("channels", str(len(equations)), before, after)
 
     def measured(self, timed: Timed, reading: Reading, lower: Callable[[], Any]) -> dict[str, Any]:
-        """Returns everything as JSON values.
-
-        Args:
-            timed: The kinds of steps.
-            reading: The data.
-            lower: Returns the lowered program of a step.
-        """
+        """Returns everything as JSON values; `lower` returns the lowered program of a step."""
         runtime, config = self._runtime, jax.config
         is_cached = config.jax_enable_compilation_cache  # pyright: ignore
         cores = collectives.all_gather(np.array(len(os.sched_getaffinity(0))))

@@ -174,14 +174,9 @@ TIMES = "Times are estimates, by the products of matrices and convolutions that 
 def choose(asked: str, ways: Iterable[Way], limit: int, *, looks_at_all: bool = False) -> Choice:
     """Returns the first way whose step fits; all processes must call it, and choose alike.
 
-    Args:
-        asked: The option that asks for it.
-        ways: Ways to compute a step, the fastest first; each is asked for when it is needed.
-        limit: Bytes of a device.
-        looks_at_all: Whether slower ways are estimated as well, and communication is counted.
-
-    Raises:
-        ValueError: On every process, if no step fits.
+    Ways come with the fastest first, and each is asked for when it is needed. If `looks_at_all`,
+    slower ways are estimated as well, and communication is counted. A ValueError, on every process,
+    says that no step fits in `limit` bytes, for which an option `asked`.
     """
     attempts: list[tuple[Attempt, ...]] = []
     ways = iter(ways)
@@ -359,13 +354,9 @@ def first_run(
     A process that is alone runs it and sees. Of several, one that lacks memory within a program
     would leave the others waiting for it: all ask beforehand for what it computes, and go on alike.
 
-    Args:
-        start: Starts the program that there is by then, and returns its results.
-        devices: Devices of this process.
-        computed_bytes: Returns the bytes that the program holds on each besides its operands.
-        fewer_rows: Lets the program compute fewer rows at once, and returns whether that is
-            possible.
-        put_back: Replaces operands that a program has taken and that failed.
+    `start` starts the program that there is by then, which holds `computed_bytes` on each device
+    besides its operands. `fewer_rows` returns whether fewer are possible, and `put_back` replaces
+    operands that a program has taken and that failed.
     """
     if process_count() > 1:
         while True:
@@ -396,12 +387,7 @@ def _find_memory(devices: Sequence[Any], nbytes: int) -> bool:
 
 
 def half_as_many(num_rows: int, most: int | None) -> int | None:
-    """Returns the rows of passes half as large, and warns; None if a pass has one row.
-
-    Args:
-        num_rows: Rows of a rank.
-        most: Rows of a pass; None for all.
-    """
+    """Returns half of the most rows of a pass (None for all), and warns; None if it has one row."""
     most = most or num_rows
     if most == 1:
         return None

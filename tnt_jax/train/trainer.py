@@ -138,9 +138,8 @@ class Trainer:
     ) -> Sequence[np.ndarray]:
         """Returns the host sums with which an epoch goes on after a loss.
 
-        Args:
-            own: Those of this process, or nothing if it has none of the epoch.
-            newest: Those of the process that it follows.
+        They follow from this process's own, if it has any of the epoch, or those of the process
+        with the newest.
         """
         return newest
 
@@ -664,16 +663,11 @@ def device_feed(
     num_steps: int = 1,
     gives_up: Callable[[], bool] | None = None,
 ) -> Feed:
-    """Returns a feed of `DeviceBatches`.
+    """Returns a feed of `DeviceBatches` for the steps of a trainer.
 
-    Args:
-        trainer: Trainer whose steps take them.
-        items: Host batches.
-        unpack: From a host batch to what a step takes.
-        threaded: Whether a thread prepares batches ahead.
-        num_steps: Batches of equal shapes that are put together, for one program; 1 where steps run
-            one by one.
-        gives_up: As of `Feed`.
+    `unpack` makes what a step takes of a host batch, in a thread if `threaded`. So many batches of
+    equal shapes are put together for one program, unless steps run one by one. `gives_up` is that
+    of `Feed`.
     """
     prepare = preparation_of(trainer, unpack, threaded=threaded)
     size = 1 if trainer.steps.fused is None else num_steps

@@ -213,14 +213,10 @@ class Generations:
     ) -> _T:
         """Returns what `adopt` does in the next generation; further losses have it done again.
 
-        Args:
-            error: The error of the loss; None in a process that joins.
-            done: How far this process has come, in numbers that are compared in their order.
-            kept: What it has on the host for the next generation, as `kept` returned it.
-            adopt: Takes what the other processes have.
-
-        Raises:
-            HasEnded: If the others have ended the call that this process was to join.
+        The error is that of the loss, None in a process that joins. How far this process has come
+        is `done`, in numbers that are compared in their order; what it has for the next generation
+        is `kept`. `HasEnded` says that the others have ended the call that this process was to
+        join.
         """
         with goodput.phase("restarting"):
             while True:

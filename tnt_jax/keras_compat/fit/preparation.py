@@ -116,12 +116,9 @@ class Preparation:
         first: HostBatch,
         unpack: Callable[[HostBatch], Batch],
     ) -> None:
-        """Chooses a step that fits the memory of the devices, and compiles it.
+        """Chooses a step that fits the memory of the devices, and compiles it; after `check_rows`.
 
-        Called after `check_rows`.
-
-        Raises:
-            ValueError: If no step fits.
+        A ValueError says that no step fits.
         """
         trainer, compilation = self._core.trainer, self._core.require_compiled()
         num_steps = min(compilation.steps_per_execution or 1, stream.num_steps or 1)

@@ -210,11 +210,8 @@ class Core:
     def choose_mesh(self, batch: Batch) -> None:
         """Chooses the mesh of a model with `mesh="auto"`, which training keeps.
 
-        Args:
-            batch: This process's rows of a batch; the step's memory is that for such batches.
-
-        Raises:
-            ValueError: On every process, if the step fits on no mesh.
+        The step's memory is that for batches like `batch`, with this process's rows. A ValueError,
+        on every process, says that the step fits on no mesh.
         """
         if self.has_open_mesh:
             self._choose(auto.MESH, batch, self._forms(in_passes=False))
@@ -241,16 +238,10 @@ class Core:
     def fit_memory(self, call: str, batch: Batch, trace: Callable[[], Any]) -> None:
         """Chooses how a step is cut in time and space, for `tnt_micro_batch_size="auto"`.
 
-        Called once it is known whether rows depend on one another. In evaluation and prediction
-        only the passes are chosen.
-
-        Args:
-            call: `"fit"`, `"evaluate"` or `"predict"`.
-            batch: This process's rows of a batch; the step's memory is that for such batches.
-            trace: Returns the traced program of the trainer's own step.
-
-        Raises:
-            ValueError: On every process, if no step fits.
+        Called once it is known whether rows depend on one another. In the calls `"evaluate"` and
+        `"predict"` only the passes are chosen. The step's memory is that for batches like `batch`,
+        with this process's rows; `trace` returns the traced program of the trainer's own step. A
+        ValueError, on every process, says that no step fits.
         """
         shapes = tuple((np.shape(x), str(np.result_type(x))) for x in jax.tree.leaves(batch))
         fitted = self._fitted if self.compilation is None else self.compilation.fitted

@@ -111,13 +111,9 @@ class ModelOptions:
         *,
         whole: bool = False,
     ) -> DataParallelSteps | sharded.ShardedSteps:
-        """Returns the steps that compute the parts of a batch, or whole batches.
+        """Returns the steps that compute the parts of a batch, or `whole` batches, on a mesh.
 
-        Args:
-            job: The job, with the mesh of the model.
-            sharding: How the model is sharded; None for data parallelism alone.
-            names: Returns the logical names of the dimensions of parameters, by path.
-            whole: Whether rows depend on one another.
+        `names` returns the logical names of the dimensions of parameters, by path.
         """
         if sharding is None and whole:
             return GlobalSteps(job)

@@ -218,11 +218,9 @@ def read_arrays(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the arrays of a folder by path, and what is wrong with those that cannot be read.
 
-    Args:
-        folder: Folder; a ValueError if its description cannot be read.
-        kinds: What `kind_of` each array must be: a damaged description may demand any amount of
-            memory.
-        wanted: Parts to read, as a `HostArray`; see `spread_regions`.
+    Each must be of its kind (`kind_of`): a damaged description may demand any amount of memory. Of
+    those that are `wanted` in parts (`spread_regions`), these are read, as a `HostArray`. A
+    ValueError says that the description of the folder cannot be read.
     """
     arrays, problems = {}, {}
     reads = {}

@@ -38,11 +38,7 @@ _ROUNDINGS = 4
 class Recorder:
     """Writes a line before the first step and after each; ends the script after the last.
 
-    All processes must make the same calls; process 0 writes.
-
-    Args:
-        runtime: The job, whose settings say how many steps are recorded.
-        gather: Returns an array replicated; all processes call it for the same arrays.
+    All processes must make the same calls; process 0 writes. `gather` returns an array replicated.
     """
 
     def __init__(self, runtime: Runtime, gather: Callable[[jax.Array], jax.Array]) -> None:
@@ -55,13 +51,9 @@ class Recorder:
         self._rows: list[list[int]] | None = None
 
     def begin(self, step: int, arrays: Mapping[str, Any], *, unit: float, **facts: Any) -> None:
-        """Records the state before the first step.
+        """Records the state before the first step, after `step` others.
 
-        Args:
-            step: Number of steps before it.
-            arrays: The arrays of the state, by path.
-            unit: Relative error of one rounding in the step.
-            facts: What else is reported to the launcher, as JSON values.
+        The unit is that of `rounding_unit`. The facts are reported to the launcher, as JSON values.
         """
         self.has_begun = True
         self._write(
@@ -204,11 +196,8 @@ def changed_by_rounding(tree: Any, unit: float) -> Any:
 def rounding_unit(arrays: Mapping[str, Any], program: str, platform: str) -> float:
     """Returns the relative error of one rounding in a step, the coarsest there is.
 
-    Args:
-        arrays: Arrays of the state.
-        program: The step, as StableHLO; empty if it is not known.
-        platform: Of the devices: GPUs and TPUs round the factors of products of float32, unless
-            `jax_default_matmul_precision` says otherwise.
+    The program is StableHLO, empty if it is not known. GPUs and TPUs round the factors of products
+    of float32, unless `jax_default_matmul_precision` says otherwise.
     """
     dtypes = {x.dtype for x in arrays.values() if jnp.issubdtype(x.dtype, jnp.floating)}
     units = [float(jnp.finfo(dtype).eps) for dtype in dtypes] or [float(jnp.finfo("float32").eps)]

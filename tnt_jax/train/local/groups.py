@@ -137,15 +137,10 @@ class Group(NamedTuple):
 
 
 def join_group(groups: Any, mesh: Mesh) -> Group:
-    """Returns the group of this process; all processes must call it.
+    """Returns the group of this process among all on a mesh; all processes must call it.
 
-    Args:
-        groups: That of `LocalSteps`.
-        mesh: Mesh of the axis `data` over all ranks of the job.
-
-    Raises:
-        ValueError: On every process, if they are no groups of neighbouring processes with equally
-            many ranks.
+    A ValueError, on every process, says that `groups`, as of `LocalSteps`, are no groups of
+    neighbouring processes with equally many ranks.
     """
     hosts = collectives.agree(_CALL, {"groups": groups}, note=machine_id("net"))
     # What follows is equal on all processes, which raise errors together.

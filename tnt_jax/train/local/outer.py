@@ -185,11 +185,8 @@ class OuterUpdates:
     ) -> tuple[Arrays, Arrays]:
         """Returns parameters and averages of this group to go on with, after those of another one.
 
-        Args:
-            shared: The `shared_arrays` of that group, on the host, with nothing under way.
-            updates: Its `updates`, of which this group may lack the last ones.
-            own: Parameters of this group.
-            averages: Averages of this group.
+        That one's `shared_arrays` are on the host, with nothing under way; of its `updates` this
+        group may lack the last ones.
         """
         missed = [p for p, number in enumerate(updates) if number > self.updates[p]]
         self.restore(jax.device_get(self.own_arrays()), shared)

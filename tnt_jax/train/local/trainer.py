@@ -65,13 +65,8 @@ class GroupSteps(DataParallelSteps):
 class LocalTrainer(Trainer):
     """Trains in groups, and shows the outer weights.
 
-    Args:
-        adapter: Model as pure functions.
-        runtime: Mesh of all ranks.
-        steps: Steps on it, for evaluation and prediction.
-        seed: As of `Trainer`.
-        sync: Groups and updates.
-        threshold_kb: As of `choose_reduction`, for sums within a group.
+    The steps, on the mesh of all ranks, are those of evaluation and prediction; `threshold_kb` is
+    that of `choose_reduction`, for sums within a group.
     """
 
     def __init__(
@@ -375,12 +370,10 @@ class GroupTrainer(Trainer):
             outer.updates = [*updates]
 
     def catch_up(self, newest: TrainState, source: int, *, is_new: bool) -> None:
-        """Goes on with the outer weights, and after the steps, of another group.
+        """Goes on with the outer weights, and after the steps, of the group of process `source`.
 
-        Args:
-            newest: The host state of that group, with the outer weights.
-            source: Its process.
-            is_new: Whether this group has no weights of its own, and takes the outer ones.
+        `newest` is its host state, with the outer weights, which the group takes if it `is_new` and
+        has none of its own.
         """
         outer, state = self._begun(), self._built()
         kept = jax.device_get(outer.shared_arrays()), np.asarray(outer.updates)

@@ -25,14 +25,9 @@ class RowsAtOnce:
 
 
 class MicroRows:
-    """How the rows of a rank are cut into micro-batches of equal size.
-
-    Args:
-        num_rows: Rows of the rank.
-        num_parts: Number of micro-batches.
+    """How the rows of a rank are cut into `num_parts` micro-batches of equal size.
 
     Attributes:
-        num_parts: As given.
         part_rows: Rows of a micro-batch; the last row fills the last ones.
         num_missing: Rows that fill them.
     """
@@ -78,14 +73,8 @@ def sums_of_passes(
 ) -> tuple[Any, Any]:
     """Returns the sums of what is computed from each micro-batch, inside `shard_map`.
 
-    Sums of numbers in half precision are made in float32.
-
-    Args:
-        compute: From a micro-batch to a pytree of arrays to sum, and another to keep.
-        micro_batches: Pytree of arrays `[micro-batches, ...]`.
-
-    Returns:
-        The sums, and what is kept, `[micro-batches, ...]`.
+    Sums of numbers in half precision are made in float32. From a micro-batch, one of arrays
+    `[micro-batches, ...]`, comes a pytree of arrays to sum, and another to keep, which is stacked.
     """
 
     def wide(x: jax.Array) -> jax.Array:
@@ -105,11 +94,9 @@ def sums_of_passes(
 
 
 def evaluated_in_passes(apply: Apply, at_once: RowsAtOnce) -> Apply:
-    """Returns a forward pass that computes rows in passes, except in training.
+    """Returns a forward pass over independent rows, in passes except in training.
 
-    Args:
-        apply: Forward pass; rows must not depend on one another.
-        at_once: The rows of a pass, read when a program is traced.
+    The rows of a pass are read when a program is traced.
     """
 
     def in_passes(
@@ -150,14 +137,8 @@ def why_in_one_pass(
 ) -> str | None:
     """Returns why a step cannot be computed in several passes; None if it can.
 
-    That rows do not depend on one another is for the caller to know.
-
-    Args:
-        parts: What the step computes.
-        state: Training state, or its description.
-        batch: Some rows of a batch.
-        num_rows: Rows of a rank.
-        mesh: Mesh of the ranks.
+    That rows do not depend on one another is for the caller to know. The state may be described;
+    the batch is any rows, and `num_rows` are those of a rank.
     """
 
     def measure(params: Any, model_state: Any, words: Any, batch: Batch) -> dict[str, Any]:
