@@ -457,7 +457,7 @@ class Trainer:
                 ("evaluate", group.num_rows),
                 partial(self._evaluated, group, state, sums),
                 self.fewer_evaluated_rows,
-                partial(_memory_of, compiled.trace_evaluation, group, state),
+                partial(_memory_of, self.trace_evaluation, group),
             )
             running.add(sums["loss"][1])
             index += group.num_steps
@@ -477,7 +477,7 @@ class Trainer:
                 ("predict", group.num_rows),
                 partial(self._predicted, group, state, first_row),
                 self.fewer_evaluated_rows,
-                partial(_memory_of, self._trace_prediction, group, state),
+                partial(_memory_of, self.trace_prediction, group),
             )
             outputs = jax.tree.map(self._fetch, outputs)
             if group.num_steps == 1:
@@ -554,10 +554,7 @@ class Trainer:
 
     def trace_prediction(self, group: DeviceBatches) -> Any:
         """Returns the traced program that predicts for a group of batches."""
-        return self._trace_prediction(group, self.described())
-
-    def _trace_prediction(self, group: DeviceBatches, state: TrainState) -> Any:
-        program, operands = self._prediction(group, state, 0)
+        program, operands = self._prediction(group, self.described(), 0)
         return program.trace(*operands)
 
     @property
@@ -601,8 +598,8 @@ OF_GROUPS = "groups/"
 """Start of the paths of arrays that groups of ranks have for themselves."""
 
 
-def _memory_of(trace: Callable[..., Any], *operands: Any) -> _jax.ProgramMemory:
-    return _jax.TracedProgram(trace(*operands)).compile()
+def _memory_of(trace: Callable[[DeviceBatches], Any], group: DeviceBatches) -> _jax.ProgramMemory:
+    return _jax.TracedProgram(trace(group)).compile()
 
 
 _FIRST = np.uint32(0)  # Rows of the data before the batch.
@@ -645,13 +642,12 @@ def local_outputs(trainer: Trainer, batch: Batch) -> Any:
         outputs = _jax.finished(
             trainer.predict_step(state.params, state.model_state, trainer.put(batch.inputs), _FIRST)
         )
-    return jax.tree.map(
-        lambda x: np.concatenate([np.asarray(s.data) for s in _in_row_order(x)]), outputs
-    )
 
+    def in_row_order(x: jax.Array) -> np.ndarray:
+        shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+        return np.concatenate([np.asarray(shard.data) for shard in shards])
 
-def _in_row_order(x: jax.Array) -> list[Any]:
-    return sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return jax.tree.map(in_row_order, outputs)
 
 
 def device_feed(
