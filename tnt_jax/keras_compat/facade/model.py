@@ -1,10 +1,8 @@
 """`Model`: Keras's compile, fit, evaluate and predict for Flax and Keras models on all devices."""
 
-import gc
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -17,7 +15,7 @@ from tnt_jax.keras_compat.facade.saver import PathLike, Saver
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments
 from tnt_jax.keras_compat.fit.elastic import Call
 from tnt_jax.keras_compat.fit.evaluation import as_returned, evaluate, predict
-from tnt_jax.keras_compat.fit.fit_loop import FitLoop
+from tnt_jax.keras_compat.fit.fit_loop import FitLoop, collected_later
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments
 from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.fit.resume import check_changes, choose_directory, with_backup
@@ -32,21 +30,6 @@ from tnt_jax.sharded import Pipeline, Remat, Rule
 from tnt_jax.train.local.groups import LocalSteps
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.trainer import Trainer
-
-
-@contextmanager
-def collected_later() -> Iterator[None]:
-    """Keeps the collector of garbage in cycles off within the block.
-
-    Tracing makes many objects that stay, and the collector looks through them again and again.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class Model(SingleBatches, Inspection):
@@ -137,7 +120,7 @@ class Model(SingleBatches, Inspection):
         self._shared = shared = Shared.of(core)
         self.training_state, self.resumption = shared.state, shared.resumption
         self.saver = Saver(core, shared.state)
-        self._fit_loop = _fit_loop_of_job()(shared)
+        self._fit_loop = _fit_loop_of_job()
 
     def compile(
         self,
@@ -288,12 +271,13 @@ class Model(SingleBatches, Inspection):
             check_changes(tnt_ignore_changes),
         )
         calls = CallbackArguments(with_backup(callbacks, directory), verbose, self)
-        if (ended := self._fit_loop.begin(calls)) is not None:
-            return ended
-        with self._fit_loop.ending_on_request(calls):
+        loop = self._fit_loop(self._shared, calls)
+        if loop.has_ended:
+            return loop.ended()
+        with loop.ending_on_request():
             with collected_later():
-                plan = self._fit_loop.prepare(data, arguments)
-            return self._fit_loop.fit(plan, calls)
+                plan = loop.prepare(data, arguments)
+            return loop.fit(plan)
 
     @called("Model.evaluate")
     def evaluate(

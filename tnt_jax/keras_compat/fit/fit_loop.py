@@ -1,5 +1,6 @@
 """Training: from the arguments of `fit` to its epochs, in the order in which it happens."""
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +25,7 @@ from tnt_jax.distributed.joining import runtime
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.stopping import Points, Preempted, SharedStop, shared_stop
 from tnt_jax.job import Slot
-from tnt_jax.keras_compat.callbacks import CallbackList, History
+from tnt_jax.keras_compat.callbacks import History
 from tnt_jax.keras_compat.callbacks.callback_list import may_stop_within_epoch
 from tnt_jax.keras_compat.fit.data_intake import (
     DataArguments,
@@ -92,8 +93,23 @@ _WARM_STEPS, _TIMED_STEPS = 4, 12
 _SHORTEST_WAIT_S = 1e-4
 
 
+@contextmanager
+def collected_later() -> Iterator[None]:
+    """Keeps the collector of garbage in cycles off within the block.
+
+    Tracing makes many objects that stay, and the collector looks through them again and again.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 class FitLoop:
-    """Trains a model epoch by epoch."""
+    """One call of `fit`, which trains a model epoch by epoch."""
 
     # Whether steps are those of training alone: compiled while what precedes them is done, and
     # followed by the end of `fit`, with its state saved, after a signal.
@@ -101,31 +117,31 @@ class FitLoop:
     # What is done between its steps.
     step_hooks = PhaseHooks
 
-    def __init__(self, shared: Shared) -> None:
-        self._core, self._shared = shared.core, shared
-        # Where the running `fit` may end.
-        self._points = Points()
-
-    def begin(self, callbacks: CallbackArguments) -> History | None:
-        """Begins a call; returns what the others have got from it, if it has ended for them."""
+    def __init__(self, shared: Shared, callbacks: CallbackArguments) -> None:
+        self._core, self._shared, self._callbacks = shared.core, shared, callbacks
         self._call = Call(trains=True)
-        return self._ended(callbacks) if self._call.has_ended else None
 
-    def _ended(self, callbacks: CallbackArguments) -> History:
+    @property
+    def has_ended(self) -> bool:
+        """Whether the other processes have ended the call without this one."""
+        return self._call.has_ended
+
+    def ended(self) -> History:
         """Returns the history of a `fit` that the other processes have ended."""
         history = History()
         history.set_state(self._call.value)
-        history.set_model(callbacks.model)
+        history.set_model(self._callbacks.model)
         return history
 
     @contextmanager
-    def ending_on_request(self, callbacks: CallbackArguments) -> Iterator[None]:
+    def ending_on_request(self) -> Iterator[None]:
         """Lets a signal end the `fit` in the block, if a callback can save its state."""
-        with ending_on_request(callbacks.unwrapped if self.trains else ()) as self._points:
+        with ending_on_request(self._callbacks.unwrapped if self.trains else ()) as self._points:
             yield
 
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
         """Opens the training data and prepares the steps; validation data is opened later."""
+        preparation = self._shared.preparation
         self._core.require_trainable()
         if data.fits_memory:
             self._core.ask_for_passes()
@@ -153,19 +169,19 @@ class FitLoop:
         weighting = class_weighting(arguments.class_weight)
         with self._core.trainer.building_meanwhile():
             stream, first = self._open(meanwhile=self._beside_first_batch(arguments, weighting))
-            self._shared.preparation.prepare(first, weighting)
-            self._shared.preparation.check_classes(arguments.class_weight)
+            preparation.prepare(first, weighting)
+            preparation.check_classes(arguments.class_weight)
             plan = Plan(stream, first, weighting, None, arguments)
             if not data.fits_memory:
                 self._core.choose_mesh(plan.unpack(first))
-            self._shared.preparation.trace_rows(first, weighting, train=True, source=stream.source)
+            preparation.trace_rows(first, weighting, train=True, source=stream.source)
             if self.trains and arguments.has_epochs and not data.fits_memory:
-                self._shared.preparation.compile_ahead(stream, first, plan.unpack)
-        self._shared.preparation.check_rows(first, weighting, train=True)
+                preparation.compile_ahead(stream, first, plan.unpack)
+        preparation.check_rows(first, weighting, train=True)
         if arguments.validation_data is not None:
-            self._shared.preparation.check_rows(first, weighting, train=False)
+            preparation.check_rows(first, weighting, train=False)
         if data.fits_memory:
-            self._shared.preparation.fit_memory(stream, first, plan.unpack)
+            preparation.fit_memory(stream, first, plan.unpack)
         return plan
 
     def _beside_first_batch(
@@ -179,43 +195,44 @@ class FitLoop:
             return None
 
         def prepare(stream: EpochStream, announced: HostBatch) -> None:
-            self._shared.preparation.prepare_announced(announced, weighting)
-            self._shared.preparation.trace_rows(announced, weighting, train=True)
-            unpack = partial(to_batch, weighting=weighting)
-            self._shared.preparation.compile_ahead(stream, announced, unpack)
+            preparation = self._shared.preparation
+            preparation.prepare_announced(announced, weighting)
+            preparation.trace_rows(announced, weighting, train=True)
+            preparation.compile_ahead(stream, announced, partial(to_batch, weighting=weighting))
 
         return prepare
 
-    def fit(self, plan: Plan, callbacks: CallbackArguments) -> History:
+    def fit(self, plan: Plan) -> History:
         """Carries out the plan; returns the history, which one of the callbacks keeps."""
         self._shared.intake.log_plan(plan.stream)
         self._shared.resumption.begin(plan.stream, plan.arguments.initial_epoch)
-        self._shared.resumption.describe_run(plan, callbacks.unwrapped)
-        plan = replace(plan, validation=self._open_validation(plan))
+        self._shared.resumption.describe_run(plan, self._callbacks.unwrapped)
+        self._plan = plan = replace(plan, validation=self._open_validation(plan))
         if self.trains and plan.validation is not None and plan.ever_validates:
             self._shared.preparation.compile_evaluation_ahead(plan.validation)
         counts = {"epochs": plan.arguments.epochs, "steps": plan.stream.num_steps}
-        with callbacks.open("Model.fit", **counts) as hooks:
-            recovery = Recovery(self._shared, hooks, self._call)
-            recovery.generations.begin(
-                lambda: self._core.why_not_elastic() or self._why_not_again(plan)
+        with self._callbacks.open("Model.fit", **counts) as self._hooks:
+            self._recovery = Recovery(self._shared, self._hooks, self._call)
+            self._recovery.generations.begin(
+                lambda: self._core.why_not_elastic() or self._why_not_again()
             )
             try:
                 with self._core.fitting(), goodput.training():
-                    self._run_epochs(plan, hooks, recovery)
+                    self._run_epochs()
             except HasEnded:
-                return self._ended(callbacks)
+                return self.ended()
         history = self._shared.progress.history
         assert history is not None
         self._call.end({"epoch": history.epoch, "history": history.history})
         return history
 
-    def _why_not_again(self, plan: Plan) -> str | None:
+    def _why_not_again(self) -> str | None:
         """Returns why other processes cannot read the data from where training is, or None."""
+        arguments = self._plan.arguments
         return why_not_again(
-            plan.stream.source,
-            is_distributed=self._data.distribute and plan.arguments.distribute_validation,
-            rows_per_rank=(self._data.rows_per_rank, plan.arguments.validation_micro_batch_size),
+            self._plan.stream.source,
+            is_distributed=self._data.distribute and arguments.distribute_validation,
+            rows_per_rank=(self._data.rows_per_rank, arguments.validation_micro_batch_size),
         )
 
     def _open_validation(self, plan: Plan) -> Source | None:
@@ -242,28 +259,29 @@ class FitLoop:
             self._shared.preparation.check_validation(validation)
         return validation
 
-    def _run_epochs(self, plan: Plan, hooks: CallbackList, recovery: Recovery) -> None:
+    def _run_epochs(self) -> None:
         """Trains epoch by epoch, from where callbacks resume it; saves and exits on request."""
+        plan, hooks, recovery = self._plan, self._hooks, self._recovery
         progress = self._shared.progress
         progress.stop_training = False
         hooks.call("on_train_begin", {})
         start = self._shared.resumption.take(plan.arguments.initial_epoch, plan.unpack(plan.first))
         goodput.account().begin_training(int(self._core.trainer.require_state().step))
         if recovery.generations.joins:
-            plan, start = self._go_on(plan, recovery, None)
+            start = self._go_on(None)
         is_over = False
         try:
             while True:
                 try:
                     if not is_over:
-                        self._train_from(start, plan, hooks, recovery)
+                        self._train_from(start)
                     self._core.trainer.of_group.end_training()
                     recovery.generations.end()
                     break
                 except Exception as error:
                     if not recovery.generations.is_loss(error):
                         raise
-                    plan, start = self._go_on(plan, recovery, error)
+                    start = self._go_on(error)
                     is_over = progress.stop_training and start.batch == 0
         except Preempted:
             save_and_exit(self._shared.resumption.save_now, hooks, progress, recovery.logs)
@@ -272,44 +290,34 @@ class FitLoop:
             optimizer.use_average()  # Keras does the same.
         hooks.call("on_train_end", recovery.logs)
 
-    def _train_from(
-        self, start: Start, plan: Plan, hooks: CallbackList, recovery: Recovery
-    ) -> None:
+    def _go_on(self, error: Exception | None) -> Start:
+        """Returns where training goes on with other processes of an elastic job."""
+
+        def reopen() -> Batch:
+            stream, first = self._open()
+            plan = replace(self._plan, stream=stream, first=first)
+            self._shared.resumption.begin(stream, plan.arguments.initial_epoch)
+            self._points = stopping.renewed(self._points)
+            self._plan = replace(plan, validation=self._open_validation(plan))
+            return plan.unpack(first)
+
+        return self._recovery.go_on(error, reopen)
+
+    def _train_from(self, start: Start) -> None:
         """Trains from a place in the epochs on."""
+        plan = self._plan
         plan.stream.seek(start.epoch, start.batch, first_epoch=plan.arguments.initial_epoch)
         self._shared.progress.enter_epoch(*start)
         divergence = Divergence(forbids_single_stop=self._core.options.reproducible)
         divergence.check_start(self._core.trainer.alike_state())
-        watches = may_stop_within_epoch(hooks.callbacks)
+        watches = may_stop_within_epoch(self._hooks.callbacks)
         ahead = IN_FLIGHT + 1 + self._core.trainer.of_group.most_apart
         with shared_stop(ahead=ahead, is_watched=watches) as stop:
-            self._epochs(plan, hooks, start, stop, divergence, recovery)
+            self._epochs(start, stop, divergence)
 
-    def _go_on(self, plan: Plan, recovery: Recovery, error: Exception | None) -> tuple[Plan, Start]:
-        """Returns how and where training goes on with other processes of an elastic job."""
-        opened: list[Plan] = []
-
-        def reopen() -> Batch:
-            stream, first = self._open()
-            again = Plan(stream, first, plan.weighting, None, plan.arguments)
-            self._shared.resumption.begin(stream, plan.arguments.initial_epoch)
-            self._points = stopping.renewed(self._points)
-            opened.append(replace(again, validation=self._open_validation(again)))
-            return again.unpack(first)
-
-        start = recovery.go_on(error, reopen)
-        return opened[0], start
-
-    def _epochs(
-        self,
-        plan: Plan,
-        hooks: CallbackList,
-        start: Start,
-        stop: SharedStop,
-        divergence: Divergence,
-        recovery: Recovery,
-    ) -> None:
+    def _epochs(self, start: Start, stop: SharedStop, divergence: Divergence) -> None:
         """Runs epochs, with validation and callbacks."""
+        plan, hooks, recovery = self._plan, self._hooks, self._recovery
         progress = self._shared.progress
         epochs = range(start.epoch, plan.arguments.epochs)
         if epochs:
@@ -328,11 +336,11 @@ class FitLoop:
             check_trains_the_same(self._core.adapter)
             begin = start if epoch == start.epoch else None
             with phases.in_phase(""):
-                logs = self._train_epoch(plan, epoch, phase_hooks, begin)
+                logs = self._train_epoch(epoch, phase_hooks, begin)
             if logs is None:
                 return
             if plan.validates_after(epoch):
-                logs |= self._validate(plan, hooks, recovery)
+                logs |= self._validate()
             recovery.logs = logs
             hooks.call("on_epoch_end", epoch, logs)
             self._shared.resumption.enter_epoch(epoch + 1)
@@ -346,23 +354,18 @@ class FitLoop:
             self._points.pass_one()
 
     def _train_epoch(
-        self, plan: Plan, epoch: int, hooks: PhaseHooks, start: Start | None
+        self, epoch: int, hooks: PhaseHooks, start: Start | None
     ) -> dict[str, float] | None:
         """Runs an epoch, from `start` on; returns its logs, or None if the data has ended."""
         phases.here().epoch = epoch + 1
-        compilation = self._core.require_compiled()
-        stream = plan.stream
-        steps = _EpochSteps(
-            self._core,
-            hooks,
-            plan.unpack,
-            self._points,
-            threaded=not stream.source.in_memory,
-        )
+        compilation, plan = self._core.require_compiled(), self._plan
+        stream, trainer = plan.stream, self._core.trainer.of_group
+        is_threaded = not stream.source.in_memory
+        steps = _EpochSteps(self._core, hooks, plan.unpack, self._points, threaded=is_threaded)
         if start is not None:
             steps.index, steps.sums = start.batch, start.sums
         elif kept := jax.tree.leaves(self._shared.progress.training_sums):
-            steps.sums = self._core.trainer.of_group.host_sums(kept, plan.unpack(plan.first))
+            steps.sums = trainer.host_sums(kept, plan.unpack(plan.first))
         batches = read_in_lockstep(
             stream.epoch(epoch),
             stream.source,
@@ -386,9 +389,9 @@ class FitLoop:
             return None
         if not steps.index:
             raise ValueError(f"The dataset gave no batch in epoch {epoch + 1}.")
-        self._core.trainer.of_group.end_epoch()
+        trainer.end_epoch()
         epoch_s = time.perf_counter() - start_s
-        self._shared.progress.epoch_sums = self._core.trainer.of_group.whole_sums(steps.sums)
+        self._shared.progress.epoch_sums = trainer.whole_sums(steps.sums)
         logs = self._core.training_logs(self._shared.progress.epoch_sums)
         _report(epoch, steps.input_wait_s, epoch_s, logs["loss"])
         return logs
@@ -422,17 +425,18 @@ class FitLoop:
             self._core.require_compiled().steps_per_execution = chosen
             logger.info("A step takes %.2g ms; %d step(s) per program.", step_s * 1000, chosen)
 
-    def _validate(self, plan: Plan, hooks: CallbackList, recovery: Recovery) -> dict[str, float]:
+    def _validate(self) -> dict[str, float]:
         """Returns the logs of the validation data, under names with `val_`."""
+        plan = self._plan
         assert plan.validation is not None
         with phases.calling("validation"), goodput.phase("validating"):
             found = evaluate_source(
                 self._shared,
                 plan.validation,
                 plan.arguments.validation_steps,
-                hooks,
+                self._hooks,
                 self._points,
-                note_step=recovery.generations.note_step,
+                note_step=self._recovery.generations.note_step,
             )
         return {f"val_{name}": value for name, value in found.items()}
 
@@ -465,30 +469,28 @@ class _EpochSteps:
 
     def run(self, batches: Iterator[HostBatch], *, num_steps: int = 1) -> None:
         """Runs the steps of some batches, `num_steps` in one program, and waits for the last."""
-        try:
-            self._run(batches, num_steps)
-        except jax.errors.JaxRuntimeError as error:
-            if lacks_memory(error) and self._described is not None:
-                error.add_note(memory_note(self._trainer, self._described))
-            raise
-
-    def _run(self, batches: Iterator[HostBatch], num_steps: int) -> None:
         first, self._hooks.num_steps = self.index, num_steps
-        with device_feed(
+        feed = device_feed(
             self._trainer,
             batches,
             self._unpack,
             threaded=self._threaded,
             num_steps=num_steps,
             gives_up=self._points.gives_up,
-        ) as feed:
-            self.sums = self._trainer.train_epoch(
-                self._counted(feed), self._hooks, first_index=first, sums=self.sums
-            )
-        if not self._is_stopped:
-            self._hooks.end_group(self.sums)
-        with phases.waiting("last steps of the epoch"):
-            jax.block_until_ready(self.sums)
+        )
+        try:
+            with feed:
+                self.sums = self._trainer.train_epoch(
+                    self._counted(feed), self._hooks, first_index=first, sums=self.sums
+                )
+            if not self._is_stopped:
+                self._hooks.end_group(self.sums)
+            with phases.waiting("last steps of the epoch"):
+                jax.block_until_ready(self.sums)
+        except jax.errors.JaxRuntimeError as error:
+            if lacks_memory(error) and self._described is not None:
+                error.add_note(memory_note(self._trainer, self._described))
+            raise
         if self._is_stopped:
             raise Preempted
 

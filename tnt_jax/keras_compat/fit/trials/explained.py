@@ -18,7 +18,7 @@ from tnt_jax.keras_compat.callbacks.base import first_base
 from tnt_jax.keras_compat.callbacks.callback_list import overrides
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments, Plan
 from tnt_jax.keras_compat.fit.fit_loop import FitLoop
-from tnt_jax.keras_compat.fit.hooks import CallbackArguments, PhaseHooks, flat
+from tnt_jax.keras_compat.fit.hooks import PhaseHooks, flat
 from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.fit.trials.timed import check_sums, step_to_tune
 from tnt_jax.train.contracts import CountedRows, Hooks
@@ -52,8 +52,9 @@ class ExplainLoop(FitLoop):
         check_sums(self._core, "explain")
         return super().prepare(data, replace(arguments, validation_data=None))
 
-    def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
+    def fit(self, plan: Plan) -> NoReturn:
         """Reports to the launcher, on the master, and hands back to the entry of the process."""
+        callbacks = self._callbacks
         given = flat(callbacks.callbacks)
         saving = [c for c in given if first_base(getattr(c, "callback", c), _SAVING) is not None]
         kept = replace(callbacks, callbacks=[c for c in given if c not in saving])

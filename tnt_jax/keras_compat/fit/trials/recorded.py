@@ -1,6 +1,7 @@
 """`fit` in a process of `tnt-jax verify`: trains for a few steps, and records each of them."""
 
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -9,8 +10,7 @@ from tnt_jax.keras_compat.callbacks import BackupAndRestore, Callback
 from tnt_jax.keras_compat.callbacks.base import first_base
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments, Plan
 from tnt_jax.keras_compat.fit.fit_loop import FitLoop
-from tnt_jax.keras_compat.fit.hooks import CallbackArguments, PhaseHooks
-from tnt_jax.keras_compat.fit.preparation import Shared
+from tnt_jax.keras_compat.fit.hooks import PhaseHooks
 from tnt_jax.keras_compat.fit.resume import RATE_CALLBACKS
 from tnt_jax.keras_compat.fit.trials.timed import scaled
 from tnt_jax.keras_compat.state.core import Core
@@ -35,10 +35,6 @@ class RecordedLoop(FitLoop):
 
     trains = False
 
-    def __init__(self, shared: Shared) -> None:
-        super().__init__(shared)
-        self._recorded: Recorder | None = None
-
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
         """Does the same as for training, with the global batch of the lowest number of ranks."""
         arguments = replace(arguments, validation_data=None)
@@ -50,11 +46,11 @@ class RecordedLoop(FitLoop):
             self._recorder.leave_out(f"{problem}.")
         return replace(plan, arguments=replace(plan.arguments, validation_data=None))
 
-    def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
+    def fit(self, plan: Plan) -> NoReturn:
         """Trains, and hands back to the entry of the process."""
         kept = [
             callback
-            for callback in callbacks.unwrapped
+            for callback in self._callbacks.unwrapped
             if first_base(callback, RATE_CALLBACKS) is not None
         ]
         arguments = plan.arguments
@@ -64,7 +60,8 @@ class RecordedLoop(FitLoop):
             kept.append(_StartAt(first))
         if self._recorder.kind in ("killed", "resumed"):
             kept.append(BackupAndRestore(self._folder(), _NEVER, delete_checkpoint=False))
-        super().fit(plan, replace(callbacks, callbacks=kept, verbose=0))
+        self._callbacks = replace(self._callbacks, callbacks=kept, verbose=0)
+        super().fit(plan)
         raise TrialsDone
 
     def step_hooks(self, *arguments: Any, **named: Any) -> PhaseHooks:
@@ -77,12 +74,10 @@ class RecordedLoop(FitLoop):
             save_now=lambda: self._shared.resumption.save_now,
         )
 
-    @property
+    @cached_property
     def _recorder(self) -> Recorder:
-        if self._recorded is None:
-            trainer = self._core.trainer
-            self._recorded = Recorder(trainer.runtime, trainer.gather)
-        return self._recorded
+        trainer = self._core.trainer
+        return Recorder(trainer.runtime, trainer.gather)
 
     def _change(self, plan: Plan) -> str | None:
         """Lets steps run as it was asked for; returns why they cannot, or None."""

@@ -15,7 +15,6 @@ from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining.runtime import is_master_rank
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments, Plan
 from tnt_jax.keras_compat.fit.fit_loop import FitLoop
-from tnt_jax.keras_compat.fit.hooks import CallbackArguments
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.launch.scale.projection import Outer
 from tnt_jax.launch.scale.scaling import as_line
@@ -39,7 +38,7 @@ class TrialLoop(FitLoop):
         check_sums(self._core, "tune")
         return super().prepare(data, arguments)
 
-    def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
+    def fit(self, plan: Plan) -> NoReturn:
         """Prints the options to use, on the master, and hands back to the entry of the process."""
         by_argument = self._core.options.fusion_threshold is not None
         tuning.tune(
@@ -62,7 +61,7 @@ class PlanLoop(FitLoop):
         check_sums(self._core, "plan")
         return super().prepare(data, arguments)
 
-    def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
+    def fit(self, plan: Plan) -> NoReturn:
         """Prints the plan on the master, and hands back to the entry of the process."""
         trainer = self._core.trainer
         lowered = trainer.lower_train_step(plan.unpack(plan.first))
@@ -147,7 +146,7 @@ class ScaleLoop(FitLoop):
             )
         return plan
 
-    def fit(self, plan: Plan, callbacks: CallbackArguments) -> NoReturn:
+    def fit(self, plan: Plan) -> NoReturn:
         """Reports to the launcher, on the master, and hands back to the entry of the process."""
         trainer, sync = self._core.trainer.of_group, self._core.options.sync
         source = plan.stream.source
