@@ -1,19 +1,175 @@
-"""Finds the `Metric` for a user's argument, and checks it on the first batch."""
+"""Finds the `Metric` for a user's argument.
+
+Metrics with a state of their own, like Keras's, become sums if their updates add up. That is tested
+on random rows: whole and in two parts, from two states, and with weights of 0.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from tnt_jax.keras_compat import configuration, keras_objects, losses
-from tnt_jax.keras_compat.losses.base import Loss, LossFunctionWrapper
+from tnt_jax.keras_compat.keras_objects import require_jax_backend
+from tnt_jax.keras_compat.losses.base import Loss, LossFunctionWrapper, at_least_float32
 from tnt_jax.keras_compat.losses.crossentropy import kind_of_labels
 from tnt_jax.keras_compat.metrics import accuracy, reduction
 from tnt_jax.keras_compat.metrics.base import Metric
 from tnt_jax.keras_compat.metrics.reduction import MeanMetricWrapper
-from tnt_jax.keras_compat.metrics.stateful import StatefulMetric, from_keras, keeps_own_state
 from tnt_jax.log import logger
+
+_PROBE_ROWS = 6
+
+
+def keeps_own_state(metric: Metric) -> bool:
+    """Returns whether a metric is like Keras's, and overrides `update_state` or `result` alone."""
+    return any(_defines_first(type(metric), stateful, sums) for stateful, sums in _PAIRS)
+
+
+class StatefulMetric(Metric):
+    """A metric with `stateless_update_state` and `stateless_result` whose updates add up."""
+
+    def __init__(
+        self, metric: Any, y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...]
+    ) -> None:
+        super().__init__(name=metric.name)
+        if not y_pred_shape:
+            raise ValueError(
+                f"The metric {metric.name!r} needs the shapes of targets and outputs: pass them to "
+                "metrics.get."
+            )
+        self.stateful = metric
+        rows = _random_rows(y_true_shape, y_pred_shape)
+        metric.update_state(*rows)  # Some metrics create their variables at the first update.
+        metric.reset_state()
+        self._initial = [np.asarray(variable.value) for variable in metric.variables]
+        self._refuse_unless_additive(*rows)
+
+    def increments(
+        self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
+    ) -> list[jax.Array]:
+        """Returns the contribution of an update to the variables of the metric."""
+        return self._added(self._initial, y_true, y_pred, weight)
+
+    def compute(self, sums: list[jax.Array]) -> jax.Array:
+        """Returns the result of the metric."""
+        return self.stateful.stateless_result(
+            [jnp.asarray(start + added) for start, added in zip(self._initial, sums, strict=True)]
+        )
+
+    def _added(
+        self, state: list[Any], y_true: Any, y_pred: Any, weight: ArrayLike | None
+    ) -> list[jax.Array]:
+        state = [jnp.asarray(value) for value in state]
+        y_pred = jax.tree.map(at_least_float32, y_pred)
+        if weight is not None and jnp.issubdtype(self.stateful.dtype, jnp.integer):
+            weight = jnp.asarray(weight).astype(self.stateful.dtype)
+        weights = {} if weight is None else {"sample_weight": weight}
+        updated = self.stateful.stateless_update_state(state, y_true, y_pred, **weights)
+        return [new - old for new, old in zip(updated, state, strict=True)]
+
+    def _refuse_unless_additive(self, y_true: np.ndarray, y_pred: np.ndarray) -> None:
+        try:
+            half = np.arange(_PROBE_ROWS) < _PROBE_ROWS // 2
+            whole = self.increments(y_true, y_pred)
+            first, second = (self.increments(y_true[part], y_pred[part]) for part in (half, ~half))
+            later = self._added(
+                [start + added for start, added in zip(self._initial, first, strict=True)],
+                y_true,
+                y_pred,
+                None,
+            )
+            masked = self.increments(y_true, y_pred, half.astype(np.float32))
+        except TypeError as error:
+            raise ValueError(
+                self._refusal(f"its update_state failed on random rows with sample_weight: {error}")
+            ) from error
+        summed = [a + b for a, b in zip(first, second, strict=True)]
+        claims = {
+            "updates of two parts do not add up to the update of the whole": (whole, summed),
+            "an update depends on what the state holds": (whole, later),
+            "rows of sample_weight 0 change the state": (first, masked),
+        }
+        for problem, (left, right) in claims.items():
+            if not all(
+                np.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(left, right, strict=True)
+            ):
+                raise ValueError(self._refusal(problem))
+
+    def _refusal(self, problem: str) -> str:
+        kind = "metric" if isinstance(self.stateful, Metric) else "Keras metric"
+        return (
+            f"The {kind} {self.name!r} cannot be computed from parts of the data: {problem}. Use a "
+            "tnt_jax.metrics class, or compute it from the result of predict."
+        )
+
+
+class KerasMetric(StatefulMetric):
+    """A `keras.metrics.Metric` whose updates were found to add up."""
+
+    def compute(self, sums: list[jax.Array]) -> jax.Array:
+        """Returns the result of the Keras metric."""
+        keras = require_jax_backend()
+        state = [
+            jnp.asarray(start + added) for start, added in zip(self._initial, sums, strict=True)
+        ]
+        with keras.StatelessScope(
+            state_mapping=list(zip(self.stateful.variables, state, strict=True))
+        ):
+            # Converted inside the scope: a result may be one of the variables, which has another
+            # value outside.
+            return keras.ops.convert_to_tensor(self.stateful.result())
+
+
+def from_keras(metric: Any, y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...]) -> Metric:
+    """Returns a Keras metric as a tnt_jax metric."""
+    keras = require_jax_backend()
+    is_mean = type(metric).update_state is keras.metrics.MeanMetricWrapper.update_state
+    if is_mean and type(metric).result is keras.metrics.Mean.result:
+        # The mean of a function of rows is known to add up, and tnt_jax's metric handles padding.
+        mean = MeanMetricWrapper(metric._fn, metric.name, metric.dtype, **metric._fn_kwargs)
+        mean.keeps_sums = _keeps_state(metric)
+        return mean
+    if type(metric) is keras.metrics.R2Score:
+        from tnt_jax.keras_compat.metrics.regression import R2Score
+
+        # Keras counts padding as samples.
+        return R2Score(metric.class_aggregation, metric.num_regressors, metric.name, metric.dtype)
+    return KerasMetric(metric, y_true_shape, y_pred_shape)
+
+
+def _keeps_state(metric: Any) -> bool:
+    """Returns whether `reset_state` of a Keras metric leaves its state as it is."""
+    for variable in metric.variables:
+        variable.assign(jnp.ones_like(variable.value))
+    metric.reset_state()
+    is_kept = all(np.all(variable.value) for variable in metric.variables)
+    for variable in metric.variables:
+        variable.assign(jnp.zeros_like(variable.value))
+    return is_kept
+
+
+_PAIRS = (("update_state", "increments"), ("result", "compute"))
+
+
+def _defines_first(cls: type, stateful: str, sums: str) -> bool:
+    """Returns whether the first class that defines either method has only the stateful one."""
+    nearest = next(base for base in cls.__mro__ if stateful in vars(base) or sums in vars(base))
+    return sums not in vars(nearest)
+
+
+def _random_rows(
+    y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns targets 0 and 1, and outputs in (0, 1), for metrics of classes or of numbers."""
+    rng = np.random.default_rng(0)
+    y_true = rng.integers(0, 2, size=(_PROBE_ROWS, *y_true_shape[1:])).astype(np.float32)
+    return y_true, rng.random((_PROBE_ROWS, *y_pred_shape[1:])).astype(np.float32)
+
 
 _BY_SHAPE = {
     "accuracy": {
