@@ -13,7 +13,6 @@ from tnt_jax.keras_compat.compiling.compilation import new_compilation, resolved
 from tnt_jax.keras_compat.facade.inspection import Inspection
 from tnt_jax.keras_compat.facade.saver import PathLike, Saver
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments
-from tnt_jax.keras_compat.fit.elastic import Call
 from tnt_jax.keras_compat.fit.evaluation import as_returned, evaluate, predict
 from tnt_jax.keras_compat.fit.fit_loop import FitLoop, collected_later
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments
@@ -307,10 +306,7 @@ class Model(SingleBatches, Inspection):
             x, y, sample_weight, batch_size, tnt_micro_batch_size, distribute=tnt_distribute_dataset
         )
         calls = CallbackArguments(callbacks, verbose, self)
-        call = Call(trains=False)
-        logs = call.value if call.has_ended else evaluate(self._shared, data, steps, calls, call)
-        call.end(logs)
-        return as_returned(logs, return_dict)
+        return as_returned(evaluate(self._shared, data, steps, calls), return_dict)
 
     @called("Model.predict")
     def predict(
@@ -340,13 +336,7 @@ class Model(SingleBatches, Inspection):
             distribute=tnt_distribute_dataset,
             predicts=True,
         )
-        call = Call(trains=False)
-        if call.has_ended:
-            return call.value
-        calls = CallbackArguments(callbacks, verbose, self)
-        outputs = predict(self._shared, data, steps, calls, call)
-        call.end(None)
-        return outputs
+        return predict(self._shared, data, steps, CallbackArguments(callbacks, verbose, self))
 
     @called("Model.build")
     def build(self, inputs: Any) -> None:

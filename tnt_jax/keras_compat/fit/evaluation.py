@@ -26,40 +26,35 @@ from tnt_jax.train.trainer import device_feed, preparation_of, steps_per_program
 
 
 def evaluate(
-    shared: Shared,
-    data: DataArguments,
-    steps: int | None,
-    callbacks: CallbackArguments,
-    call: Call,
+    shared: Shared, data: DataArguments, steps: int | None, callbacks: CallbackArguments
 ) -> dict[str, float]:
     """Returns loss and metrics over `steps` batches, or all, with their own callbacks."""
-    shared.core.require_compiled()
+    call = Call(trains=False)
     generations = Generations(shared, call)
-    return generations.repeat(lambda: _evaluate(shared, data, steps, callbacks, generations))
 
+    def compute() -> dict[str, float]:
+        compare_starts("Model.evaluate", shared.core, data, steps=steps)
+        source = collectives.call_on_all_processes(lambda: shared.intake.source(data))
+        generations.begin(lambda: _why_not_elastic(shared, data, source))
+        shown = callbacks.open("Model.evaluate", steps=steps or source.num_batches)
+        with shown as hooks, stopping.ending_call() as points:
+            return evaluate_source(
+                shared,
+                source,
+                steps,
+                hooks,
+                points,
+                fits_memory=data.fits_memory,
+                note_step=generations.note_step,
+            )
 
-def _evaluate(
-    shared: Shared,
-    data: DataArguments,
-    steps: int | None,
-    callbacks: CallbackArguments,
-    generations: Generations,
-) -> dict[str, float]:
-    compare_starts("Model.evaluate", shared.core, data, steps=steps)
-    source = collectives.call_on_all_processes(lambda: shared.intake.source(data))
-    generations.begin(lambda: _why_not_elastic(shared, data, source))
-    num_steps = steps or source.num_batches
-    shown = callbacks.open("Model.evaluate", steps=num_steps)
-    with shown as hooks, stopping.ending_call() as points:
-        return evaluate_source(
-            shared,
-            source,
-            steps,
-            hooks,
-            points,
-            fits_memory=data.fits_memory,
-            note_step=generations.note_step,
-        )
+    if call.has_ended:
+        logs = call.value
+    else:
+        shared.core.require_compiled()
+        logs = generations.repeat(compute)
+    call.end(logs)
+    return logs
 
 
 def _why_not_elastic(shared: Shared, data: DataArguments, source: Source) -> str | None:
@@ -110,55 +105,46 @@ def evaluate_source(
 
 
 def predict(
-    shared: Shared,
-    data: DataArguments,
-    steps: int | None,
-    callbacks: CallbackArguments,
-    call: Call,
+    shared: Shared, data: DataArguments, steps: int | None, callbacks: CallbackArguments
 ) -> Any:
     """Returns the outputs for `steps` batches, or for all, as host arrays `[examples, ...]`."""
-    check_prediction_methods(shared.core.module)
+    core, call = shared.core, Call(trains=False)
+    if call.has_ended:
+        return call.value
+    check_prediction_methods(core.module)
     generations = Generations(shared, call)
-    return generations.repeat(lambda: _predict(shared, data, steps, callbacks, generations))
 
+    def compute() -> Any:
+        compare_starts("Model.predict", core, data, steps=steps)
+        stream, item = shared.intake.open("Model.predict", data, steps=steps)
+        first = to_batch(item)
+        if data.fits_memory:
+            core.ask_for_passes()
+        shared.builder.build_for(first)
+        generations.begin(lambda: _why_not_elastic(shared, data, stream.source))
+        shared.preparation.check_outputs(first)
+        if data.fits_memory:
+            group = preparation_of(core.trainer, to_batch, threaded=True)([item])
+            core.fit_memory("predict", first, partial(core.trainer.trace_prediction, group))
+        shared.progress.stop_predicting = False
+        shown = callbacks.open("Model.predict", steps=steps or stream.source.num_batches)
+        with shown as hooks, stopping.ending_call() as points:
+            running = _steps(
+                shared, "predict", stream, steps, first, hooks, points, generations.note_step
+            )
+            with running as (feed, phase):
+                hooks.call("on_predict_begin", {})
+                try:
+                    outputs = core.trainer.predict(feed, phase)
+                except CallError as error:
+                    # The message says what to do; the traceback does not help.
+                    raise CallError(str(error)) from None
+                phase.end_group(None)
+                hooks.call("on_predict_end", {})
+        return outputs
 
-def _predict(
-    shared: Shared,
-    data: DataArguments,
-    steps: int | None,
-    callbacks: CallbackArguments,
-    generations: Generations,
-) -> Any:
-    compare_starts("Model.predict", shared.core, data, steps=steps)
-    stream, item = shared.intake.open("Model.predict", data, steps=steps)
-    first = to_batch(item)
-    if data.fits_memory:
-        shared.core.ask_for_passes()
-    shared.builder.build_for(first)
-    generations.begin(lambda: _why_not_elastic(shared, data, stream.source))
-    shared.preparation.check_outputs(first)
-    if data.fits_memory:
-        trainer = shared.core.trainer
-        group = preparation_of(trainer, to_batch, threaded=True)([item])
-        shared.core.fit_memory("predict", first, partial(trainer.trace_prediction, group))
-    shown = callbacks.open("Model.predict", steps=steps or stream.source.num_batches)
-    shared.progress.stop_predicting = False
-    with (
-        shown as hooks,
-        stopping.ending_call() as points,
-        _steps(shared, "predict", stream, steps, first, hooks, points, generations.note_step) as (
-            feed,
-            phase,
-        ),
-    ):
-        hooks.call("on_predict_begin", {})
-        try:
-            outputs = shared.core.trainer.predict(feed, phase)
-        except CallError as error:
-            # The message says what to do; the traceback does not help.
-            raise CallError(str(error)) from None
-        phase.end_group(None)
-        hooks.call("on_predict_end", {})
+    outputs = generations.repeat(compute)
+    call.end(None)
     return outputs
 
 
