@@ -187,7 +187,10 @@ class Trainer:
             if variables is None and self.steps.fused is not None:
                 self._coming = coming_state(self.adapter, inputs, seed=self._seed)
             if self._coming is None:
-                self._create_state(variables or self._initial(inputs))
+                if variables is None:
+                    held = _jax.finished(self.adapter.init(inputs, seed=self._seed))
+                    variables = Variables(*collectives.broadcast(tuple(held)))
+                self._create_state(variables)
             elif self._builds_meanwhile or jax.process_count() == 1:
                 self._describe(self._coming)
             else:
@@ -575,10 +578,6 @@ class Trainer:
     def _fetch(self, x: jax.Array) -> np.ndarray:
         """Returns a whole array that is sharded by row, on every process."""
         return np.asarray(_jax.finished(x if x.is_fully_addressable else self._replicated(x)))
-
-    def _initial(self, inputs: Any) -> Variables:
-        held = self.adapter.init(inputs, seed=self._seed)
-        return Variables(*collectives.broadcast(tuple(_jax.finished(held))))
 
     def _create_state(self, variables: Variables) -> None:
         self.state = self.steps.create_state(variables, **self._of_state())

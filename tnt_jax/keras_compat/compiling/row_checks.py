@@ -240,16 +240,12 @@ class _Program:
         number = len(rows)
         if number not in self._programs:
             traced = self._traced if number == self.num_rows else self._trace(rows)
-            self._programs[number] = _compiled(traced)
+            self._programs[number] = traced.lower().compile(_jax.options_of_one_run())
         values = self._programs[number](*self._variables, self._take(rows), first_row)
         return jax.tree.map(np.asarray, _jax.finished(values))
 
     def _take(self, rows: np.ndarray) -> Batch:
         return jax.tree.map(lambda x: np.asarray(x)[rows], self._batch)
-
-
-def _compiled(traced: Any) -> Any:
-    return traced.lower().compile(_jax.options_of_one_run())
 
 
 def _dependence(program: _Program, sizes: bool) -> str | None:

@@ -77,7 +77,10 @@ def choose_directory(resume: Any, callbacks: Any) -> Path | None:
     ):
         raise ValueError(f"resume must be None, 'auto' or a directory, but is {resume!r}.")
     directory = os.environ.get(_DIR)
-    backs_up = any(_is_backup(getattr(given, "callback", given)) for given in flat(callbacks))
+    backs_up = any(
+        first_base(getattr(given, "callback", given), ["BackupAndRestore"])
+        for given in flat(callbacks)
+    )
     if resume is None and not directory:
         return None if backs_up else _directory_on_ray(callbacks)
     if backs_up:
@@ -135,10 +138,6 @@ def with_backup(callbacks: Any, directory: Path | None) -> Any:
     # It reports what the others, and the backup, have done.
     others = [item for item in flat(callbacks) if getattr(item, "callback", item) is not report]
     return [*others, *added, report or RayReport()]
-
-
-def _is_backup(callback: Any) -> bool:
-    return first_base(callback, ["BackupAndRestore"]) is not None
 
 
 def _script_name() -> str:

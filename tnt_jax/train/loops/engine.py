@@ -228,7 +228,9 @@ class Engine:
         self, state: Any, batch: DistributedBatch, words: Any, number: Any
     ) -> Callable:
         stacked = batch.num_steps is not None
-        one = jax.tree.map(_first, batch.arrays) if stacked else batch.arrays
+        one = batch.arrays
+        if stacked:
+            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), one)
         mesh, in_passes = self.runtime.mesh, self._rows_at_once is not None
         metrics, sums, operation = self._program.prepared(
             mesh, state, one, words, in_passes=in_passes
@@ -422,7 +424,3 @@ class _Metrics:
             return
         for metric, sums in zip(self._metrics, totals, strict=True):
             metric.replace_sums(sums)
-
-
-def _first(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)

@@ -94,8 +94,9 @@ class _Steps:
         )
         kept = list(islice(items, KEPT * self._num_steps))
         self._callbacks.call("on_train_begin", {})
+        prepare = preparation_of(self._trainer, self._plan.unpack, threaded=True)
         self._callbacks.call("on_epoch_begin", 0, {})
-        group, counting = self._group(kept), CountedRows()
+        group, counting = prepare(kept[: self._num_steps]), CountedRows()
         self._run(iter([group]), counting)
         explaining = Explaining(self._trainer.runtime, self._num_steps, "fit")
         with self._feed(items) as feed, self._feed(cycle(kept)) as of_kept:
@@ -133,10 +134,6 @@ class _Steps:
             threaded=self._threaded,
             num_steps=self._num_steps,
         )
-
-    def _group(self, kept: Sequence[HostBatch]) -> DeviceBatches:
-        prepare = preparation_of(self._trainer, self._plan.unpack, threaded=True)
-        return prepare(list(kept[: self._num_steps]))
 
     def _hooks(self, callbacks: CallbackList) -> PhaseHooks:
         return PhaseHooks(
