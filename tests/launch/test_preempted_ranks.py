@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tnt_jax.distributed import stopping
-from tnt_jax.keras_compat.fit.hooks import Progress
+from tnt_jax.keras_compat.fit.hooks import Place, Progress
 from tnt_jax.keras_compat.fit.resume import save_and_exit
 from tnt_jax.launch.processtree import descendants
 from tnt_jax.launch.remote.session import preemption_cause
@@ -70,7 +70,7 @@ def test_launcher_reads_the_signal_from_what_fit_says(monkeypatch, caplog, to):
     monkeypatch.setattr(stopping, "current", lambda: watch)
     monkeypatch.setattr(stopping, "leave", codes.append)
     callbacks = SimpleNamespace(call=lambda *args: None)
-    save_and_exit(lambda: True, callbacks, Progress(epoch=1, batches_done=7), {})
+    save_and_exit(lambda: True, callbacks, Progress(place=Place(1, 7)), {})
     cause = f"it was preempted: SIGUSR1 came{to}, and the state is saved"
     assert (codes, preemption_cause(caplog.text.encode())) == ([75], cause)
     assert preemption_cause(b"saved by the script itself") == ""

@@ -33,8 +33,9 @@ from tnt_jax.distributed.stopping import Points
 from tnt_jax.job import Slot
 from tnt_jax.keras_compat.callbacks import CallbackList
 from tnt_jax.keras_compat.callbacks.backup_and_restore import collect, restore
+from tnt_jax.keras_compat.fit.hooks import Place
 from tnt_jax.keras_compat.fit.preparation import Shared
-from tnt_jax.keras_compat.fit.resume import Run, Start, differences
+from tnt_jax.keras_compat.fit.resume import Run, differences
 from tnt_jax.log import logger
 from tnt_jax.train.contracts import Batch
 
@@ -154,7 +155,7 @@ class Generations:
         jax.block_until_ready(progress.epoch_sums)
         self._is_new = False
         if self._link.generation.index == 0:
-            step = f"step {progress.batches_done} of epoch {progress.epoch + 1}"
+            step = f"step {progress.place.batch} of epoch {progress.place.epoch + 1}"
             name = self._call.name
             self._link.report_step(step if self._call.trains else f"the beginning of {name}")
 
@@ -284,21 +285,18 @@ _WHOSE = ("here", "there")
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Progress:
     """How far a process has come in `fit`.
 
     Attributes:
         step: Steps that its state has behind it.
-        epoch, batches, rows: Where it is in the epochs; see `Progress`.
+        place: Where it is, with host sums.
         last_logs: Logs of the epoch before, if this one has just begun.
     """
 
     step: int
-    epoch: int
-    batches: int
-    rows: int
+    place: Place
     stops: bool
-    sums: list[np.ndarray]
     steps_per_execution: int | None
     last_logs: dict[str, Any]
     run: Run | None
@@ -336,83 +334,83 @@ class Recovery:
             self._epoch = epoch
             self._hooks.call("on_epoch_begin", epoch, {})
 
-    def go_on(self, error: Exception | None, reopen: Callable[[], Batch]) -> Start:
+    def go_on(self, error: Exception | None, reopen: Callable[[], Batch]) -> Place:
         """Returns where training goes on after a loss, with other processes.
 
         Without an error the process joins, or raises `HasEnded`. `reopen` opens the data for the
         new processes.
         """
-        place, kept = self._kept(error)
+        own, kept = self._kept(error)
         return self.generations.go_on(
             error,
-            (place.step, place.epoch),
+            (own.step, own.place.epoch),
             kept,
-            lambda generation: self._adopt(place, kept, generation.source, reopen),
+            lambda generation: self._adopt(own, kept, generation.source, reopen),
         )
 
-    def _kept(self, error: Exception | None) -> tuple[_Place, Any]:
+    def _kept(self, error: Exception | None) -> tuple[_Progress, Any]:
         """Returns the place and the state of the last complete step, on the host."""
         core, progress = self._shared.core, self._shared.progress
         kept = self.generations.kept(error)
-        place = _Place(
+        sums = jax.device_get(jax.tree.leaves(progress.place.sums))
+        own = _Progress(
             self.generations.num_steps,
-            progress.epoch,
-            progress.batches_done,
-            progress.rows_done,
+            progress.place._replace(sums=sums),
             progress.stop_training,
-            jax.device_get(jax.tree.leaves(progress.training_sums)),
             core.require_compiled().steps_per_execution,
             self.logs,
             self._shared.resumption.run,
         )
-        return place, kept
+        return own, kept
 
-    def _adopt(self, own: _Place, kept: Any, source: int, reopen: Callable[[], Batch]) -> Start:
+    def _adopt(self, own: _Progress, kept: Any, source: int, reopen: Callable[[], Batch]) -> Place:
         """Returns where all processes go on, with the newest state; all of them call it."""
         core, progress = self._shared.core, self._shared.progress
         joins = self.generations.joins
-        notes = collectives.agree("Model.fit", {}, note=[own.step, own.epoch, own.batches, joins])
-        place = own
+        notes = collectives.agree(
+            "Model.fit", {}, note=[own.step, own.place.epoch, own.place.batch, joins]
+        )
+        newest = own
         if any(note != notes[source] for note in notes):
             sent = (own, collect(self._hooks.callbacks)) if jax.process_index() == source else None
-            place, states = broadcast_object(sent, root_rank=runtime.first_rank_of(source))
+            newest, states = broadcast_object(sent, root_rank=runtime.first_rank_of(source))
             if joins:
-                self._check_run(own, place)
+                self._check_run(own, newest)
             core.trainer.follow(kept, source)
-            core.require_compiled().steps_per_execution = place.steps_per_execution
+            core.require_compiled().steps_per_execution = newest.steps_per_execution
             if joins:
                 restore(self._hooks.callbacks, *states)
         first = reopen()
         progress.stop_training = collectives.any_process(
-            place.stops or own.stops, where="start of a generation"
+            newest.stops or own.stops, where="start of a generation"
         )
-        trainer = core.trainer.of_group
-        of_epoch = own.sums if own.epoch == place.epoch else []
-        newest = trainer.sums_after_loss(of_epoch, place.sums)
-        sums = trainer.host_sums(newest, first) if place.sums else None
+        trainer, place = core.trainer.of_group, newest.place
+        of_epoch = own.place.sums if own.place.epoch == place.epoch else []
+        leaves = trainer.sums_after_loss(of_epoch, place.sums)
+        place = place._replace(sums=trainer.host_sums(leaves, first) if place.sums else None)
         self._hooks.renew()
         if not joins:
-            self._catch_up(own, place, sums)
-        self.logs = place.last_logs
-        progress.enter_epoch(place.epoch, place.batches, place.rows, sums)
-        return Start(place.epoch, place.batches, place.rows, sums)
+            self._catch_up(own, newest, place.sums)
+        self.logs, progress.place = newest.last_logs, place
+        return place
 
-    def _catch_up(self, own: _Place, place: _Place, sums: Any) -> None:
+    def _catch_up(self, own: _Progress, newest: _Progress, sums: Any) -> None:
         """Calls the hooks of steps whose results another process has had."""
-        num_steps = place.step - own.step
-        is_next = place.epoch > own.epoch
+        num_steps = newest.step - own.step
+        is_next = newest.place.epoch > own.place.epoch
         if num_steps:
-            logs = place.last_logs if is_next else self._shared.core.training_logs(sums)
-            self._hooks.call_batch("on_train_batch_end", own.batches + num_steps - 1, logs)
+            logs = newest.last_logs if is_next else self._shared.core.training_logs(sums)
+            last = own.place.batch + num_steps - 1
+            self._hooks.call_batch("on_train_batch_end", last, logs)
         if is_next:
-            self._hooks.call("on_epoch_end", own.epoch, place.last_logs)
+            self._hooks.call("on_epoch_end", own.place.epoch, newest.last_logs)
 
-    def _check_run(self, own: _Place, place: _Place) -> None:
+    def _check_run(self, own: _Progress, newest: _Progress) -> None:
         """Ends this process, which was to join, if it would train otherwise than the others."""
         line = link()
-        assert own.run is not None and place.run is not None and line is not None
-        found = differences(place.run, own.run, has_ended=False)
-        versions = [own.run["versions"], place.run["versions"]]
+        assert own.run is not None and newest.run is not None and line is not None
+        found = differences(newest.run, own.run, has_ended=False)
+        versions = [own.run["versions"], newest.run["versions"]]
         texts = [*found.values(), *filter(None, [describe_differences(versions, whose=_WHOSE)])]
         if texts:
             line.refuse(f"it would train otherwise than the others: {'; '.join(texts)}.")

@@ -38,9 +38,9 @@ from tnt_jax.keras_compat.fit.data_intake import (
 )
 from tnt_jax.keras_compat.fit.elastic import Call, HasEnded, Recovery, why_not_again
 from tnt_jax.keras_compat.fit.evaluation import evaluate_source
-from tnt_jax.keras_compat.fit.hooks import CallbackArguments, PhaseHooks
+from tnt_jax.keras_compat.fit.hooks import CallbackArguments, PhaseHooks, Place
 from tnt_jax.keras_compat.fit.preparation import Shared
-from tnt_jax.keras_compat.fit.resume import Start, ending_on_request, save_and_exit
+from tnt_jax.keras_compat.fit.resume import ending_on_request, save_and_exit
 from tnt_jax.keras_compat.fit.start_check import Divergence, compare_sources, compare_starts
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.log import logger
@@ -290,7 +290,7 @@ class FitLoop:
             optimizer.use_average()  # Keras does the same.
         hooks.call("on_train_end", recovery.logs)
 
-    def _go_on(self, error: Exception | None) -> Start:
+    def _go_on(self, error: Exception | None) -> Place:
         """Returns where training goes on with other processes of an elastic job."""
 
         def reopen() -> Batch:
@@ -303,11 +303,11 @@ class FitLoop:
 
         return self._recovery.go_on(error, reopen)
 
-    def _train_from(self, start: Start) -> None:
+    def _train_from(self, start: Place) -> None:
         """Trains from a place in the epochs on."""
         plan = self._plan
         plan.stream.seek(start.epoch, start.batch, first_epoch=plan.arguments.initial_epoch)
-        self._shared.progress.enter_epoch(*start)
+        self._shared.progress.place = start
         divergence = Divergence(forbids_single_stop=self._core.options.reproducible)
         divergence.check_start(self._core.trainer.alike_state())
         watches = may_stop_within_epoch(self._hooks.callbacks)
@@ -315,7 +315,7 @@ class FitLoop:
         with shared_stop(ahead=ahead, is_watched=watches) as stop:
             self._epochs(start, stop, divergence)
 
-    def _epochs(self, start: Start, stop: SharedStop, divergence: Divergence) -> None:
+    def _epochs(self, start: Place, stop: SharedStop, divergence: Divergence) -> None:
         """Runs epochs, with validation and callbacks."""
         plan, hooks, recovery = self._plan, self._hooks, self._recovery
         progress = self._shared.progress
@@ -354,7 +354,7 @@ class FitLoop:
             self._points.pass_one()
 
     def _train_epoch(
-        self, epoch: int, hooks: PhaseHooks, start: Start | None
+        self, epoch: int, hooks: PhaseHooks, start: Place | None
     ) -> dict[str, float] | None:
         """Runs an epoch, from `start` on; returns its logs, or None if the data has ended."""
         phases.here().epoch = epoch + 1
@@ -364,7 +364,7 @@ class FitLoop:
         steps = _EpochSteps(self._core, hooks, plan.unpack, self._points, threaded=is_threaded)
         if start is not None:
             steps.index, steps.sums = start.batch, start.sums
-        elif kept := jax.tree.leaves(self._shared.progress.training_sums):
+        elif kept := jax.tree.leaves(self._shared.progress.place.sums):
             steps.sums = trainer.host_sums(kept, plan.unpack(plan.first))
         batches = read_in_lockstep(
             stream.epoch(epoch),

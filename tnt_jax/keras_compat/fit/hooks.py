@@ -4,8 +4,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -19,6 +19,15 @@ from tnt_jax.keras_compat.callbacks.callback_list import agree_on_callbacks
 from tnt_jax.train.execution import DeviceBatches
 
 
+class Place(NamedTuple):
+    """Where training is: an epoch, from 0, and the batches, real rows and sums of it so far."""
+
+    epoch: int = 0
+    batch: int = 0
+    rows: int = 0
+    sums: Any = None  # On the devices.
+
+
 @dataclass
 class Progress:
     """The progress of the running call."""
@@ -30,16 +39,7 @@ class Progress:
     epoch_sums: Any = None  # On the devices; the logs of the epoch so far come from them.
     history: History | None = None  # Of the last `fit`.
     is_compiling: bool = False
-    # The epoch in training, from 0, and its real rows and sums so far.
-    epoch: int = 0
-    batches_done: int = 0
-    rows_done: int = 0
-    training_sums: Any = None
-
-    def enter_epoch(self, epoch: int, batches_done: int, rows_done: int, sums: Any) -> None:
-        """Sets where training is in the epochs."""
-        self.epoch, self.batches_done, self.rows_done = epoch, batches_done, rows_done
-        self.training_sums = sums
+    place: Place = field(default_factory=Place)
 
 
 Phase = Literal["train", "test", "predict"]
@@ -145,9 +145,8 @@ class PhaseHooks:
         if sums is not None:
             progress.epoch_sums = sums
         if self._trains:
-            progress.batches_done = index + 1
-            progress.rows_done += num_rows
-            progress.training_sums = sums
+            epoch, _, rows, _ = progress.place
+            progress.place = Place(epoch, index + 1, rows + num_rows, sums)
             goodput.note_steps(index + 1 - self._first, self._start_ns)
         else:
             self.note_step()

@@ -29,7 +29,7 @@ from tnt_jax.keras_compat.callbacks.tuners import backup_on_ray, ray_storage
 from tnt_jax.keras_compat.comparable import comparable
 from tnt_jax.keras_compat.comparable import flat as flat_settings
 from tnt_jax.keras_compat.fit.data_intake import Plan
-from tnt_jax.keras_compat.fit.hooks import Progress, flat
+from tnt_jax.keras_compat.fit.hooks import Place, Progress, flat
 from tnt_jax.keras_compat.fit.start_check import (
     describe_compilation,
     describe_model,
@@ -289,15 +289,6 @@ def check_changes(ignored: Any) -> tuple[str, ...]:
     return names
 
 
-class Start(NamedTuple):
-    """Where `fit` begins: an epoch, and batches, rows and sums of it that are done."""
-
-    epoch: int
-    batch: int
-    rows: int
-    sums: Any  # On the devices.
-
-
 class Reached(NamedTuple):
     """Where training is, between two steps."""
 
@@ -364,16 +355,16 @@ class Resumption:
         """Forgets an earlier `fit`."""
         self._stream, self._first_epoch = stream, first_epoch
         self.save_now = self._resumed = None
-        self._progress.enter_epoch(first_epoch, 0, 0, None)
+        self._progress.place = Place(first_epoch)
 
     def reached(self) -> Reached:
         """Returns where training is; all of the steps that were started belong to it."""
-        progress = self._progress
+        place = self._progress.place
         assert self._stream is not None, "fit() comes first."
         return Reached(
-            Position(progress.epoch, progress.batches_done),
-            describe_position(self._stream, self._first_epoch, progress.rows_done),
-            jax.tree.leaves(progress.training_sums),
+            Position(place.epoch, place.batch),
+            describe_position(self._stream, self._first_epoch, place.rows),
+            jax.tree.leaves(place.sums),
         )
 
     def resume_at(self, position: Position, data: DataPosition, sums: list[np.ndarray]) -> Position:
@@ -396,8 +387,8 @@ class Resumption:
 
     def enter_epoch(self, epoch: int) -> None:
         """Says that training is before the first step of an epoch."""
-        kept = self._core.kept_sums(self._progress.training_sums)
-        self._progress.enter_epoch(epoch, 0, 0, kept)
+        kept = self._core.kept_sums(self._progress.place.sums)
+        self._progress.place = Place(epoch, sums=kept)
 
     def warn_unless_repeatable(self) -> None:
         """Warns if the data of the running `fit` cannot be read again from its beginning."""
@@ -432,15 +423,15 @@ class Resumption:
         )
         self.initial_epoch = None if epoch < 0 else epoch
 
-    def take(self, initial_epoch: int, first: Batch) -> Start:
+    def take(self, initial_epoch: int, first: Batch) -> Place:
         """Returns where `fit` begins."""
         resumed, self._resumed = self._resumed, None
         epoch, self.initial_epoch = self.initial_epoch or initial_epoch, None
         if resumed is None:
-            return Start(epoch, 0, 0, None)
+            return Place(epoch)
         position, rows, leaves = resumed
         if not leaves:
-            return Start(position.epoch, position.batch, rows, None)
+            return Place(position.epoch, position.batch, rows)
         trainer = self._core.trainer.of_group
         try:
             sums = trainer.host_sums(trainer.own_rows(leaves), first)
@@ -449,7 +440,7 @@ class Resumption:
                 f"The metrics cannot change within an epoch, and the checkpoint is within epoch "
                 f"{position.epoch + 1}: compile with those of the interrupted run."
             ) from error
-        return Start(position.epoch, position.batch, rows, sums)
+        return Place(position.epoch, position.batch, rows, sums)
 
 
 @contextmanager
@@ -488,7 +479,7 @@ def save_and_exit(
     assert save is not None, "Without a callback that saves, nobody is asked to end."
     watch = stopping.current()
     assert watch is not None
-    place = f"after step {progress.batches_done} of epoch {progress.epoch + 1}"
+    place = f"after step {progress.place.batch} of epoch {progress.place.epoch + 1}"
     if save():
         code = PREEMPTED_EXIT_CODE
         logger.warning(

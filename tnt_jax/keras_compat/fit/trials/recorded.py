@@ -144,7 +144,7 @@ class _RecordingHooks(PhaseHooks):
         """Records the state after a step; saves and dies in the middle, if that is wanted."""
         is_over = super().on_batch_end(index, sums, num_rows)
         step = int(self._core.trainer.require_state().step)
-        place = {"epoch": self._progress.epoch, "batch": index, "num_rows": num_rows}
+        place = {"epoch": self._progress.place.epoch, "batch": index, "num_rows": num_rows}
         self._recorder.end_step(step, self._arrays(), self._logs(sums), **place)
         self._recorder.end_killed(lambda: self._save_now()())
         return is_over
