@@ -30,11 +30,7 @@ class Asynchronous:
         begin: Callable[[GlobalBatch], None],
         end: Callable[[GlobalBatch, list[Report]], bool],
     ) -> None:
-        """Trains on all batches and waits for the last.
-
-        `begin` is called before a batch is given to a worker, and `end` after its update was
-        ordered; it returns whether no other batch is begun.
-        """
+        """Trains on all batches; `begin` comes before each, and `end` says if no other is begun."""
         self.forget()
         known: dict[Work, GlobalBatch] = {}
         is_over = False
@@ -164,10 +160,7 @@ class RemoteValue:
 
 
 class Scheduler:
-    """Gives steps of the user's to workers, in order, each to the next that is free.
-
-    `put` puts a function where workers can read it; `note_update` is called after each update.
-    """
+    """Gives steps of the user's, `put` where workers read them, to the next worker that is free."""
 
     def __init__(
         self,
@@ -205,10 +198,7 @@ class Scheduler:
         self._asynchronous.settle()
 
     def advance(self) -> None:
-        """Starts what can be started, and waits until something happens.
-
-        An error of one step ends all that were scheduled.
-        """
+        """Starts what can be started, and waits; an error of one step ends all."""
         self._start()
         try:
             ended = self._asynchronous.advance()

@@ -11,10 +11,7 @@ import numpy as np
 
 
 class ErrorFeedback:
-    """Rounds a worker's gradients to bfloat16, and keeps what rounding left out.
-
-    What was left out of a gradient that never reached the variables is forgotten with it.
-    """
+    """Rounds gradients to bfloat16, and keeps what rounding left out of those that were applied."""
 
     def __init__(self) -> None:
         self._kept: list[np.ndarray] | None = None

@@ -30,14 +30,7 @@ _MOST_LOSSES = 3
 
 @dataclass(eq=False)
 class Work:
-    """A call of a worker's method with some arguments, before the variables.
-
-    Attributes:
-        what: What it is, for messages.
-        num_rows: Rows whose examples count.
-        attempts: How often it was given to a worker.
-        losses: How many workers were lost at it.
-    """
+    """A call of a worker's method before the variables; `what` names it in messages."""
 
     method: str
     arguments: tuple[Any, ...]
@@ -52,13 +45,7 @@ Counts = Callable[[Batch], list[np.ndarray]]
 
 @dataclass(eq=False)
 class GlobalBatch:
-    """A global batch of training, padding included.
-
-    Attributes:
-        index: Its number in the epoch.
-        num_rows: Real rows.
-        step: Its number since the beginning of training, known once it is begun.
-    """
+    """A global batch with its number in the epoch, real rows, and `step` once it is begun."""
 
     batch: Batch
     index: int
@@ -71,10 +58,7 @@ class GlobalBatch:
         return Work("compute", (order, self.batch), self._what, self.num_rows)
 
     def shares(self, num_shares: int, ranks_per_share: int, counts: Counts) -> list[Work]:
-        """Returns the work on each share of the batch, of equally many rows with padding.
-
-        Workers have `ranks_per_share` devices; `counts` returns the divisors of the batch's loss.
-        """
+        """Returns the work on each share of the batch, of equally many rows with padding."""
         if num_shares == 1:
             return [self.work()]
         divisors = tuple(counts(self.batch))
@@ -97,13 +81,7 @@ class GlobalBatch:
 
 @dataclass(eq=False)
 class Flight:
-    """Work that a worker was given, with the version of the variables.
-
-    Attributes:
-        answer: Reference to what the coordinator reads, the `result`.
-        pushes: References to what each server gets, if it changes variables.
-        is_named: Whether it was said that the worker does not answer.
-    """
+    """Work that a worker was given; `pushes` refer to what each server gets of it."""
 
     work: Work
     worker: int
@@ -116,13 +94,7 @@ class Flight:
 
 
 class Coordinator:
-    """Gives work to workers, and their gradients to the servers.
-
-    Attributes:
-        free: Numbers of the workers that have nothing to do.
-        flights: Work under way.
-        model: Reference to what workers were given.
-    """
+    """Gives work to workers that are `free`, and the gradients of `flights` to the servers."""
 
     def __init__(
         self,
@@ -176,14 +148,7 @@ class Coordinator:
         return flight
 
     def wait(self) -> list[tuple[Flight, bool]]:
-        """Waits until something happens; returns flights that ended, and whether they succeeded.
-
-        Workers of flights that ended are free again. Those that were lost are replaced.
-
-        Raises:
-            ServerFailure: If updates of a server were lost.
-            RuntimeError: If no worker is left, or work cannot be done.
-        """
+        """Waits; returns flights that ended, and whether they succeeded; replaces lost workers."""
         self.servers.check()
         refs = [flight.answer for flight in self.flights] + list(self._starting)
         if not refs:
@@ -203,10 +168,7 @@ class Coordinator:
         return [(flight, self._finish(flight)) for flight in ended]
 
     def apply(self, flights: Sequence[Flight], *, num_rows: int) -> None:
-        """Orders one update with the gradients of some flights, the shares of a batch in order.
-
-        It is counted if it was ordered, also if `ServerGroup.update` raises a ServerFailure.
-        """
+        """Orders one update with the gradients of some flights; counts it if it was ordered."""
         version, statistics = self.servers.version, self.statistics
         is_latest = all(flight.version == version for flight in flights)
         try:
@@ -336,10 +298,7 @@ class Coordinator:
             self.wait()
 
     def run_all(self, works: Iterable[Work], *, ahead: int) -> Iterator[Any]:
-        """Does work that changes nothing; yields the results in order.
-
-        At most `ahead` pieces of work are done before the first of them is taken.
-        """
+        """Does work that changes nothing, at most `ahead` pieces; yields results in order."""
         source = iter(works)
         waiting: deque[Work] = deque()
         redo: deque[Work] = deque()

@@ -68,10 +68,7 @@ def whole_of(*indices: int, because: str = "its state") -> Kind:
 
 
 class Point(NamedTuple):
-    """A scalar that servers exchange: `"sum"`, `"max"` or `"min"` over the servers.
-
-    Its depth is the round in which it is known, from 1 on.
-    """
+    """A scalar that servers exchange by sum, max or min; known in round `depth`, from 1 on."""
 
     operation: str
     depth: int

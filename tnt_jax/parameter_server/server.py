@@ -139,13 +139,7 @@ class ServedOptimizer:
 def serve_optimizer(
     transformation: optax.GradientTransformation, params: Any, plan: ShardPlan, *, name: str
 ) -> ServedOptimizer:
-    """Returns a transformation that runs on the servers of a plan for `params`.
-
-    `name` is what messages call the optimizer.
-
-    Raises:
-        ValueError: If its updates need what servers cannot exchange.
-    """
+    """Returns a transformation for the servers of a plan, or a ValueError why it cannot be."""
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     state = jax.tree.leaves(jax.eval_shape(transformation.init, params))
     shapes = tuple(leaf.shape for leaf in state)
@@ -254,14 +248,7 @@ class WrongVersion(Exception):
 
 
 class Push(NamedTuple):
-    """Message of a worker to one server about its rows, for a batch or a share of one.
-
-    Attributes:
-        grads: Gradients as sent (`to_wire`).
-        model_state: Model state after the pass.
-        pulled_state: The same before the pass.
-        share: Part of the batch's rows, from 0 to 1.
-    """
+    """Message of a worker to one server about its rows, for a batch or a share of one."""
 
     grads: Arrays
     model_state: Arrays
@@ -270,10 +257,7 @@ class Push(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """Everything that a server holds after so many updates: its rows of variables, and state.
-
-    Of the optimizer's state these are all arrays of its part; None for those to make anew.
-    """
+    """Everything a server holds after so many updates; None for optimizer state to make anew."""
 
     version: int
     arrays: Arrays
@@ -357,14 +341,7 @@ class Server:
     def update(
         self, version: int, totals: Sequence[Any] | None, is_latest: bool, *pushes: Push
     ) -> int:
-        """Applies gradients to a version; returns the next one.
-
-        `totals` is what the servers exchanged, or None; `pushes` are those of the shares of a
-        batch, in their order. `is_latest` says if they were computed with this version.
-
-        Raises:
-            WrongVersion: If the server is at another version, because an update was lost.
-        """
+        """Applies the shares of a batch to a version, made with it or older; returns the next."""
         if version != self._version:
             raise WrongVersion(
                 f"Server {self._number} is at version {self._version}, but was asked to change "
@@ -432,10 +409,7 @@ def _added(current: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.nda
 def make_totals(
     optimizer: ServedOptimizer, ask: Callable[[list[Any]], list[list[np.ndarray]]]
 ) -> list[Any] | None:
-    """Returns what the servers exchange in an update, or None if that is nothing.
-
-    `ask` returns for each server its own values of the points, given the totals so far.
-    """
+    """Returns what the servers exchange in an update, by `ask` for own values; None for nothing."""
     if not optimizer.points:
         return None
     combine = {"sum": np.sum, "max": np.max, "min": np.min}

@@ -114,10 +114,7 @@ _PLACEMENT_S = 2
 
 
 class Actors:
-    """Servers and workers as actors, in one placement group that spreads them over the nodes.
-
-    The arguments are those of `ParameterServer`.
-    """
+    """Servers and workers as actors, in one placement group that spreads them over the nodes."""
 
     def __init__(
         self,
@@ -258,11 +255,7 @@ class Actors:
         return self.ray.remote(**options)(kind)
 
     def _await_processes(self) -> list[int]:
-        """Waits until all processes have started; returns how many devices each worker has.
-
-        A process that Ray loses before it has answered, as when its node leaves, is started once
-        more.
-        """
+        """Waits for all processes, also for lost ones once more; returns the devices of workers."""
         answers = self._answers(range(len(self._resources)))
         lost = [number for number, answer in answers.items() if answer is None]
         for number in lost:
@@ -395,12 +388,7 @@ class ServerGroup:
         return self._pulled[1]
 
     def update(self, shares: Sequence[Sequence[Any]], *, is_latest: bool) -> None:
-        """Orders one update; `shares` are references to what each server gets of each share.
-
-        Raises:
-            ServerFailure: If updates of a server were lost. If the version is unchanged, the update
-                was not ordered.
-        """
+        """Orders one update; a ServerFailure without a new version says that it was not."""
         assert self._layout is not None
         servers = self._actors.servers
         pushes = list(zip(*shares, strict=True))
@@ -465,10 +453,7 @@ class ServerGroup:
         self.give(self._snapshots)
 
     def go_on(self) -> None:
-        """Starts lost servers again from the last snapshot; the others keep what they have.
-
-        The updates of the lost servers since the snapshot are lost, which is said.
-        """
+        """Starts lost servers again from the last snapshot; warns of updates that are lost."""
         despite_failures(self._bring_back, lambda: None)
 
     def _bring_back(self) -> None:

@@ -16,10 +16,7 @@ from tnt_jax.parameter_server.worker import Report
 
 
 class Synchronous:
-    """Trains with one update for each global batch.
-
-    `backs_up` says if free workers compute shares that others have not finished.
-    """
+    """Trains with one update for each global batch; free workers may repeat open shares."""
 
     def __init__(
         self,
@@ -44,11 +41,7 @@ class Synchronous:
         begin: Callable[[GlobalBatch], None],
         end: Callable[[GlobalBatch, list[Report]], bool],
     ) -> None:
-        """Trains on all batches, until the last update was ordered.
-
-        `begin` is called before a batch, and `end` after its update was ordered; it returns whether
-        training ends.
-        """
+        """Trains on all batches; `begin` comes before each, and `end` says if training ends."""
         for batch in batches:
             begin(batch)
             reports = despite_failures(partial(self._update, batch), self._make_again)

@@ -43,10 +43,7 @@ class EpochSums:
         self.sums = None if sums is None else jax.tree.map(np.asarray, sums)
 
     def add(self, reports: Sequence[Report]) -> None:
-        """Adds a global batch: the reports of its shares, in order.
-
-        As in Keras, the loss of a batch is weighted by its rows.
-        """
+        """Adds the reports of shares of a batch, in order; its rows weigh its loss."""
         rows = np.float32(sum(report.rows for report in reports))
         loss, losses, increments = (
             jax.tree.map(lambda *parts: sum(parts[1:], start=parts[0]), *each)
@@ -75,10 +72,7 @@ class EpochSums:
 
 
 class ServedSteps(DataParallelSteps):
-    """The programs of the coordinator's own device, for batches that are cut for workers.
-
-    `rank_slice` is that of the ranks of all workers that share a batch.
-    """
+    """Programs of the coordinator's device, for batches of the ranks of all workers."""
 
     def __init__(self, runtime: Runtime, reduction: Any, rank_slice: RankSlice) -> None:
         super().__init__(runtime, reduction)
@@ -165,11 +159,7 @@ class ServedTrainer(Trainer):
         super().use_optimizer(optimizer, **options)
 
     def counts(self, batch: Batch) -> list[np.ndarray]:
-        """Returns the divisors of the loss of a batch.
-
-        Raises:
-            ValueError: If they depend on the parameters, or if rows of a batch depend on others.
-        """
+        """Returns the divisors of the loss of a batch, which must not depend on parameters."""
         state = self._state
         assert state is not None
         arguments = (state.params, state.model_state, batch)

@@ -39,13 +39,7 @@ _BY_ROW: Any = PartitionSpec(_jax.DATA_AXIS)
 
 
 class Share(NamedTuple):
-    """Which part of a global batch a worker computes.
-
-    Attributes:
-        first_rank: Ranks that compute earlier rows, int32.
-        part: 1 over the number of shares, float32.
-        counts: Divisor of each term of the loss of the whole batch, float32.
-    """
+    """A worker's part of a global batch: the ranks before it, 1 / shares, and loss divisors."""
 
     first_rank: Any
     part: Any
@@ -53,14 +47,7 @@ class Share(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Numbers that a worker sends to the coordinator for the rows of a batch, or of a share of one.
-
-    Attributes:
-        loss: The rows' part of the batch's loss.
-        losses: The same for each term.
-        increments: What the rows add to the sums of the metrics.
-        rows: Number of real rows.
-    """
+    """Numbers that a worker sends for the rows of a batch or share: loss, metrics, real rows."""
 
     loss: Any
     losses: Any
@@ -90,10 +77,7 @@ class PartsOfShare:
 
 
 def make_gradient_step(parts: Parts, mesh: Mesh, reduction: Reduction) -> Callable:
-    """Returns the jitted function `(state, batch, share) -> (grads, model_state, report)`.
-
-    `share` is None for a whole batch.
-    """
+    """Returns a jitted `(state, batch, share) -> (grads, model_state, report)`; None for all."""
 
     def step(state: TrainState, batch: Batch, share: Share | None) -> tuple[Any, Any, Report]:
         here = parts if share is None else PartsOfShare(parts, share)
@@ -154,14 +138,7 @@ def counts_need_params(counts: Callable, params: Any, model_state: Any, batch: B
 
 @dataclass(frozen=True)
 class WorkerModel:
-    """Description from which a worker builds the model of its coordinator.
-
-    Attributes:
-        options: Options of `tnt_jax.adapters.wrap`.
-        sample: Shapes and dtypes of inputs `[1, ...]`.
-        functions: Losses and metrics for the model's outputs.
-        key: Words of the key of the run.
-    """
+    """Description from which a worker builds the model of its coordinator."""
 
     module: Any
     options: dict[str, Any]
@@ -173,14 +150,7 @@ class WorkerModel:
 
 
 class Order(NamedTuple):
-    """Which gradients a worker is asked for.
-
-    Attributes:
-        step: Number of the batch since the beginning; draws its random numbers.
-        share: Which part of the batch its rows are; None for all.
-        was_applied: Whether the worker's last gradients were applied.
-        num_rows: Real rows of the whole batch.
-    """
+    """Which gradients a worker is asked for; `share` is None for a whole batch."""
 
     step: int
     share: Share | None
@@ -270,10 +240,7 @@ class Worker:
     def run(
         self, number: int, step: Callable, arguments: tuple[Any, ...], *pulled: Arrays
     ) -> tuple[Any, ...]:
-        """Runs a step of the user's, which is compiled once for its number.
-
-        Returns its value, with whether it changes variables, and what changes those of each server.
-        """
+        """Runs a user's step; returns its value, if it changes variables, and the pushes."""
         params, model_state = self._layout.variables(pulled)
         compiled = self._steps.setdefault(number, jax.jit(step))
         result = compiled(params, *arguments)

@@ -26,12 +26,7 @@ _ADVICE = (
 
 
 class ModelArrays(NamedTuple):
-    """Arrays of the state that a program needs; outside training, `first_row` rows of data precede.
-
-    Attributes:
-        key: The words of the run's key with the step; None outside training.
-        loss_scale: What the loss is multiplied by before it is differentiated; None for nothing.
-    """
+    """Arrays of the state that a program needs; `key` and its step are None outside training."""
 
     params: Any
     model_state: Any

@@ -64,11 +64,7 @@ def split(tree: Any, mesh: Mesh) -> list[Any]:
 
 
 def join(parts: list[Any], mesh: Mesh, spec: PartitionSpec) -> Any:
-    """Returns global arrays made of the arrays of each device of this process.
-
-    With `BY_RANK` the rows of the ranks are concatenated; with `REPLICATED` they must be equal,
-    which is not checked.
-    """
+    """Returns global arrays: the rows of ranks concatenated, or equal arrays if `REPLICATED`."""
     sharding = NamedSharding(mesh, spec)
 
     def whole(*column: jax.Array) -> jax.Array:

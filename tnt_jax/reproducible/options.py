@@ -27,10 +27,7 @@ def check_reproducible(
 
 
 def _fix_cpu_threads(virtual_ranks: int) -> None:
-    """Gives JAX's pool of CPU threads a size, on which large matrix products' rounding depends.
-
-    After JAX has opened its devices it only warns, if the pool is of another size.
-    """
+    """Sets the size of JAX's pool of CPU threads, which rounds large products; may only warn."""
     threads = str(2 * virtual_ranks)
     if not _jax.backends_are_initialized():
         os.environ["PJRT_NPROC"] = threads

@@ -48,11 +48,7 @@ from tnt_jax.train.steps.step import accumulate, donated, with_step
 
 
 class ReproducibleSteps:
-    """Implements `Steps` with programs whose results have the same bits on any number of devices.
-
-    Args:
-        ranks: Virtual ranks; `rank_slice` has those of this process.
-    """
+    """Implements `Steps` with the same bits on any number of devices."""
 
     fused = None
     takes_host_arrays = False
@@ -87,10 +83,7 @@ class ReproducibleSteps:
         seed: int,
         accumulation_steps: int,
     ) -> TrainState:
-        """Returns the state before the first update, on the devices.
-
-        Sums of whole batches are accumulated, the same on every rank.
-        """
+        """Returns the state before the first update, which accumulates sums of whole batches."""
         num_sums = 1 if accumulation_steps > 1 else 0
         started = started_at_once(optimizer)
         return self.put_state(
@@ -110,10 +103,7 @@ def make_train_step(
     accumulation_steps: int = 1,
     on_nan: OnNaN | None = None,
 ) -> Callable:
-    """Returns the function `(state, sums, batch) -> (state, sums)`; see `train.steps.step`.
-
-    `state.accumulated` holds the sums of whole batches `[1, ...]`.
-    """
+    """Returns the function `(state, sums, batch) -> (state, sums)`; see `train.steps.step`."""
 
     def measure(
         chunk: Batch, index: jax.Array, model: ModelArrays, counts: Counts

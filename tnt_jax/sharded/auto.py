@@ -39,10 +39,7 @@ class TrainingStep(NamedTuple):
     on_nan: OnNaN | None
 
     def trace(self, steps: StepsInPlaces, mesh: Mesh, state: TrainState, batch: Batch) -> Any:
-        """Returns the traced program of a step.
-
-        State and batch may be descriptions; where the state lies does not matter.
-        """
+        """Returns the traced program of a step; state and batch may be descriptions."""
         placed = steps.place(state)
         by_row = NamedSharding(mesh, PartitionSpec(_jax.rank_axes(mesh)))
         rows = jax.tree.map(

@@ -215,10 +215,7 @@ class _Rewriter:
 
 
 def _inside_scan(equation: Any, cuts: dict[int, tuple[Any, Cut]]) -> dict[int, tuple[Any, Cut]]:
-    """Returns types and cuts of those operands of a loop that its body can gather.
-
-    The state that a loop carries is needed whole, and so is an array that is cut along the loop.
-    """
+    """Returns types and cuts of those operands of a loop that its body can gather."""
     num_consts, num_carried = _jax.loop_sizes(equation)
     inside = {index: (part.aval, cut) for index, (part, cut) in cuts.items() if index < num_consts}
     for index, (part, cut) in cuts.items():

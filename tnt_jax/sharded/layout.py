@@ -22,10 +22,7 @@ _MAPPED = (_jax.FSDP_AXIS, _jax.STAGE_AXIS)
 
 @dataclass(frozen=True)
 class Layout:
-    """How the parameters of a model lie on a mesh: shapes and axes by path, in the order of leaves.
-
-    `blocks` are those of a list that the stages of a pipeline divide, if they are one.
-    """
+    """Shapes and axes of parameters on a mesh, by path in the order of leaves, and `blocks`."""
 
     mesh: Mesh
     shapes: Mapping[str, tuple[int, ...]]
@@ -169,10 +166,7 @@ def _with_listed_stages(
     blocks: BlockList,
     num_stages: int,
 ) -> dict[str, tuple[Axis, ...]]:
-    """Returns axes with `stage` for a dimension of each array of the blocks of a list.
-
-    It is the largest one that is free and that the stages divide; without one an array stays whole.
-    """
+    """Returns axes with `stage` for the largest dimension of each array that stages divide."""
     if len(blocks.names) % num_stages:
         raise ValueError(
             f"The {len(blocks.names)} block(s) of the list {', '.join(blocks.names[:2])}, ... "

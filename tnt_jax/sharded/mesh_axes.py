@@ -94,10 +94,7 @@ class MeshAxes:
 
 
 def _check_neighbours(mesh: Mesh) -> None:
-    """Raises a ValueError if the rows of a process would not be one range of the global batch.
-
-    All processes see all devices, and raise it alike.
-    """
+    """Raises a ValueError, alike on all, if rows of a process are no range of the global batch."""
     for process in sorted({device.process_index for device in mesh.devices.flat}):
         ranks = _jax.local_ranks(mesh, process)
         if ranks != list(range(ranks[0], ranks[-1] + 1)):

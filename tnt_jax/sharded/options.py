@@ -12,11 +12,7 @@ from tnt_jax.sharded.rules import Rule, checked_rules
 
 @dataclass(frozen=True)
 class ShardingOptions:
-    """The choices of a user, checked.
-
-    `is_open` says that training will choose a mesh for this one, which holds parts over all
-    devices; see `tnt_jax.sharded.auto`.
-    """
+    """A user's choices, checked; `is_open` if training is to choose a mesh for this one."""
 
     mesh: MeshAxes
     rules: tuple[Rule, ...] = ()

@@ -48,11 +48,7 @@ class PipelinedParts:
     def measure(
         self, params: Any, model_state: Any, batch: Batch, *, key: jax.Array | None, train: bool
     ) -> Measured:
-        """Returns loss and metrics of one rank's rows, with gradients; inside `shard_map`.
-
-        A ValueError says that the model keeps statistics of rows, or has several losses, or losses
-        of its own that depend on rows.
-        """
+        """Returns loss and metrics of one rank's rows, with gradients; inside `shard_map`."""
         num_rows = jax.tree.leaves(batch.inputs)[0].shape[0]
         rows = MicroRows(num_rows, self._pipeline.microbatches)
 

@@ -38,11 +38,7 @@ class GatheredParts:
     def measure(
         self, params: Any, model_state: Any, batch: Batch, *, key: jax.Array | None, train: bool
     ) -> Measured:
-        """Returns loss and metrics of one rank's rows; inside `shard_map`.
-
-        A ValueError says that the model communicates over some axes of the ranks alone, or keeps
-        statistics of a rank's own rows.
-        """
+        """Returns loss and metrics of one rank's rows; inside `shard_map`."""
 
         def measure(params: Any) -> Measured:
             return self._parts.measure(params, model_state, batch, key=key, train=train)

@@ -23,10 +23,7 @@ _LINKS = {"450 GB/s (NVLink of an H100)": 450e9, "50 GB/s (400 Gbit/s)": 50e9}
 
 
 class PlannedArray(NamedTuple):
-    """Where an array lies, and its bytes on all devices and on each.
-
-    Axes are those of the mesh that cut each dimension, joined by `*`; empty for none.
-    """
+    """An array: the mesh axes that cut each dimension, and its bytes in all and on a device."""
 
     path: str
     shape: tuple[int, ...]
@@ -78,11 +75,7 @@ class StepMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Needs of a training step: arrays, memory of each device, and collectives.
-
-    `state` are all arrays but the parameters; `notes` say why the mesh was chosen, and what a
-    pipeline costs.
-    """
+    """Needs of a training step: arrays, of which `state` are no parameters, memory and traffic."""
 
     mesh: Mapping[str, int]
     params: Sequence[PlannedArray]
@@ -140,10 +133,7 @@ def _link_times(sent_bytes: float) -> str:
 
 
 def alternatives(choice: Choice) -> list[str]:
-    """Returns lines on all steps that were looked at for a choice, with estimates of their times.
-
-    Those of computation are relative: nothing has run on the devices.
-    """
+    """Returns lines on all steps that were looked at, with estimates of their relative times."""
 
     def described(attempt: Attempt, state: str) -> str:
         time = choice.relative_time(attempt)
@@ -168,10 +158,7 @@ def alternatives(choice: Choice) -> list[str]:
 def plan_step(
     lowered: Any, state: TrainState, mesh: Mesh, *, notes: Sequence[str] = ()
 ) -> StepPlan:
-    """Returns what a lowered training step needs, with further lines (`notes`); compiles it.
-
-    The state may be descriptions with shardings.
-    """
+    """Returns what a lowered step needs, with further lines (`notes`); compiles it."""
     compiled = lowered.compile()
     arrays = {path: _planned(path, x) for path, x in state_arrays(state).items()}
     params = {path: x for path, x in arrays.items() if path.startswith("params/")}

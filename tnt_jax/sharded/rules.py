@@ -24,11 +24,7 @@ _NAMED = 6
 
 
 def checked_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Returns rules as a tuple.
-
-    A TypeError says that one is no pair of a text with an axis or a tuple of axes, a ValueError
-    that one names an unknown axis, or an axis twice.
-    """
+    """Returns rules as a tuple; a TypeError or ValueError says what is wrong with one."""
     checked = []
     for rule in rules:
         is_pair = isinstance(rule, (tuple, list)) and len(rule) == 2 and isinstance(rule[0], str)
@@ -144,11 +140,7 @@ def with_fsdp(axes: tuple[Axis, ...], shape: tuple[int, ...], num_parts: int) ->
 def with_axis(
     axes: tuple[Axis, ...], shape: tuple[int, ...], axis: str, num_parts: int
 ) -> tuple[Axis, ...]:
-    """Returns axes with another one for the largest free dimension that it divides.
-
-    Of equal dimensions it is the last. Axes stay as they are if there is no such dimension, or if
-    the axis is there already.
-    """
+    """Returns axes with another one for the largest free dimension that it divides, if any."""
     free = [
         dim
         for dim, known in enumerate(axes)

@@ -27,11 +27,7 @@ _NO_STAGE = (None, STAGE_AXIS)
 
 
 class AtStages(NamedTuple):
-    """Parameters as a step on stages computes with them: with stacked layers, those of this stage.
-
-    The cuts are those of each leaf over `fsdp`, the shapes those of each whole leaf, with the
-    layers of all stages.
-    """
+    """Parameters, with stacked layers of this stage; each leaf's `fsdp` cut and whole shape."""
 
     params: Any
     cuts: list[Cut | None]
@@ -39,10 +35,7 @@ class AtStages(NamedTuple):
 
 
 def at_stages(params: Any, layout: Layout) -> AtStages:
-    """Returns parameters with the blocks of a list at their stages, inside `shard_map`.
-
-    Without such a list, or without stages, they stay as they lie.
-    """
+    """Returns parameters with blocks of a list, if any, at their stages; inside `shard_map`."""
     shapes, blocks = list(layout.shapes.values()), layout.blocks
     if blocks is None:
         return AtStages(params, layout.cuts, shapes)

@@ -216,10 +216,7 @@ class ShardedSteps:
 
 
 class ShardedGlobalSteps(WholeBatches, ShardedSteps):
-    """Implements `Steps` with a sharded state, for whole batches that the compiler divides.
-
-    The arguments are those of `ShardedSteps`; there are no stages.
-    """
+    """Implements `Steps` with a sharded state, for whole batches that the compiler divides."""
 
     def __init__(self, runtime: Runtime, reduction: Reduction, **options: Any) -> None:
         whole = replace(runtime, mesh=global_mesh(runtime.mesh))

@@ -37,11 +37,7 @@ class BlockList:
 
     @classmethod
     def of(cls, params: Any, path: str) -> "BlockList | None":
-        """Returns the blocks of a list; None if no modules of a list have this path.
-
-        In a Keras model the path may be that of the layers' names, or that of saved weights; it has
-        no numbers. A ValueError says that a block has other arrays than the first one.
-        """
+        """Returns the blocks of a list, also by Keras's names; None if no modules have the path."""
         saved, leaves = (list(x) for x in zip(*state_arrays(params).items(), strict=True))
         stem = path.strip("/")
         for paths in (saved, _library_paths(params)):
@@ -58,11 +54,7 @@ class BlockList:
 
 @jax.tree_util.register_pytree_with_keys_class
 class Staged:
-    """Parameters in which the arrays of a list of blocks are stacked, `[blocks, ...]`.
-
-    A pytree with the other arrays, and then the stacked ones, by path. `structure` is that of the
-    parameters of the model.
-    """
+    """A pytree of parameters, by path: single arrays, and then stacked blocks `[blocks, ...]`."""
 
     def __init__(self, arrays: dict[str, Any], blocks: BlockList, structure: Any) -> None:
         self.arrays = arrays
@@ -139,10 +131,7 @@ def _blocks_at(paths: Sequence[str], stem: str) -> dict[str, dict[str, int]]:
 
 
 def _renamed(block: dict[str, int], saved: Sequence[str]) -> dict[str, int]:
-    """Returns the arrays of a block by their paths in files, less what these have in common.
-
-    Keras numbers the layers inside a block by their creation, in files by their place.
-    """
+    """Returns the arrays of a block by their paths in files, which Keras numbers by their place."""
     keys = [saved[index].split("/") for index in block.values()]
     columns = zip(*(path[:-1] for path in keys), strict=False)
     common = len(list(takewhile(lambda column: len(set(column)) == 1, columns)))

@@ -99,11 +99,7 @@ def difference(
     depths: Mapping[Any, int],
     params: Mapping[Any, Any],
 ) -> str:
-    """Returns what differs between blocks, in words.
-
-    `uses` has positions of the equations that use arrays of each block, `depths` the number of the
-    last block that a variable depends on.
-    """
+    """Returns in words what differs; `depths` are the last blocks that variables depend on."""
     own = [_Own([], []) for _ in names]
     for at, equation in enumerate(equations):
         block = _last_block(equation, depths)
@@ -417,11 +413,7 @@ class EqualBlocks:
         return Step(equations, tuple(zip(*(e.invars for e in equations), strict=True)))
 
     def _with_own_inputs(self, found: _Match) -> tuple[list[Step], list[Atoms]]:
-        """Returns all equations of a block, and what differs between blocks beside their arrays.
-
-        Numbers that differ, such as those that a key is folded with, are inputs of the layers;
-        what is computed from them alone, such as the mask of dropout, is computed in the layers.
-        """
+        """Returns a block's equations, and what differs between blocks beside their arrays."""
         known: dict[tuple[int, ...], Step | bool] = {}
 
         def reach(atoms: Atoms) -> bool:

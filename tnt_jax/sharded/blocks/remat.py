@@ -109,11 +109,7 @@ def rematerialized_apply(apply: Apply, remat: Remat | Mapping[str, Remat]) -> Ap
 
 
 def policy_of(remat: Remat | Mapping[str, Remat], path: str) -> Any:
-    """Returns the policy of `jax.checkpoint` for the layers of a pipeline; None to keep everything.
-
-    A pattern of `remat` may fit the path of the layers, or that of the first block of a list; a
-    ValueError says that it does neither.
-    """
+    """Returns the `jax.checkpoint` policy for the layers of a pipeline; None to keep everything."""
     names = [path, f"{path}_0", f"{path}/0"]
     policies = _policies(remat, names)
     patterns = ["*"] if isinstance(remat, str) else list(remat)

@@ -16,10 +16,7 @@ _REMATERIALIZED = ("checkpoint", "remat2", "remat")
 
 
 def hoisted(equations: list[Any]) -> list[Any]:
-    """Returns equations of which rematerialized ones get numbers from outside, marked as varying.
-
-    The program was traced inside `shard_map`.
-    """
+    """Returns equations in which rematerialized ones get varying numbers from outside."""
     found = []
     for equation in equations:
         if equation.primitive.name not in _REMATERIALIZED:
@@ -51,10 +48,7 @@ def _marks_number(equation: Any) -> bool:
 
 
 class Traced(NamedTuple):
-    """A function of arrays as a program, from leaves of its arguments to arrays of its result.
-
-    `rebuild` maps these to the function's result, whose other values are those of the trace.
-    """
+    """The program of a function of arrays; `rebuild` makes the function's result of its results."""
 
     program: Any
     rebuild: Callable[[Iterable[Any]], Any]
@@ -85,11 +79,7 @@ def variables_in(variables: Iterable[Any]) -> list[Any]:
 
 
 def loop_body(equation: Any) -> Callable:
-    """Returns the body of an equation of `jax.lax.scan`, as a function for `jax.lax.scan`.
-
-    It takes what the loop carries, `(constants, items)`, and returns what the next step gets and
-    the outputs, all lists.
-    """
+    """Returns the body of a `jax.lax.scan` equation as `(constants, carried, items)`, all lists."""
     run = _jax.jaxpr_as_fun(equation.params["jaxpr"])
     _, num_carried = _jax.loop_sizes(equation)
 

@@ -188,11 +188,7 @@ class LayersLoop:
     def stage(
         self, layers: Sequence[Any], x: Moving, micro: Sequence[Any], *, first: Any, policy: Any
     ) -> Moving:
-        """Returns what consecutive layers make of a micro-batch, in which `x` comes to the first.
-
-        `layers` are parts of the stacked arrays, in the order of `indices`; `policy` says what a
-        layer keeps for backpropagation, None for everything.
-        """
+        """Returns what consecutive layers make of `x`; without `policy` they keep everything."""
         axes = axes_of([x, layers])
         x, micro = _jax.vary((x, list(micro)), axes)
         values = self._values(None, micro)
