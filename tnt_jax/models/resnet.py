@@ -44,7 +44,25 @@ he_normal = nn.initializers.he_normal()
 Layer = Callable[..., Any]
 
 
-class BasicBlock(nn.Module):
+class _Block(nn.Module):
+    """What makes the convolutions and normalisations of a block."""
+
+    features: int
+    strides: int
+    conv: Layer
+    norm: Layer
+
+    def _with_shortcut(self, y_BHWC: jax.Array, x_BHWC: jax.Array) -> jax.Array:
+        """Returns the ReLU of a result and the block's input, projected to its shape if need be."""
+        if x_BHWC.shape != y_BHWC.shape:
+            x_BHWC = self.conv(
+                y_BHWC.shape[-1], (1, 1), strides=self.strides, name="shortcut_conv"
+            )(x_BHWC)
+            x_BHWC = self.norm(name="shortcut_norm")(x_BHWC)
+        return nn.relu(x_BHWC + y_BHWC)
+
+
+class BasicBlock(_Block):
     """Two 3x3 convolutions and a shortcut (He et al. 2015, fig. 5 left).
 
     Attributes:
@@ -54,11 +72,6 @@ class BasicBlock(nn.Module):
         norm: Normalisation over the last dimension.
     """
 
-    features: int
-    strides: int
-    conv: Layer
-    norm: Layer
-
     @nn.compact
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         """Maps [B, H, W, C] to [B, H / strides, W / strides, features]."""
@@ -66,15 +79,10 @@ class BasicBlock(nn.Module):
         y_BHWC = nn.relu(self.norm()(y_BHWC))
         y_BHWC = self.conv(self.features, (3, 3), padding=1)(y_BHWC)
         y_BHWC = self.norm(scale_init=nn.initializers.zeros)(y_BHWC)
-        if x_BHWC.shape != y_BHWC.shape:
-            x_BHWC = self.conv(self.features, (1, 1), strides=self.strides, name="shortcut_conv")(
-                x_BHWC
-            )
-            x_BHWC = self.norm(name="shortcut_norm")(x_BHWC)
-        return nn.relu(x_BHWC + y_BHWC)
+        return self._with_shortcut(y_BHWC, x_BHWC)
 
 
-class BottleneckBlock(nn.Module):
+class BottleneckBlock(_Block):
     """A 1x1, a 3x3 and a widening 1x1 convolution and a shortcut (He et al. 2015, fig. 5 right).
 
     Attributes:
@@ -86,10 +94,6 @@ class BottleneckBlock(nn.Module):
             of the 3x3 (v1.5).
     """
 
-    features: int
-    strides: int
-    conv: Layer
-    norm: Layer
     stride_first: bool = False
 
     @nn.compact
@@ -102,12 +106,7 @@ class BottleneckBlock(nn.Module):
         y_BHWC = nn.relu(self.norm()(y_BHWC))
         y_BHWC = self.conv(4 * self.features, (1, 1))(y_BHWC)
         y_BHWC = self.norm(scale_init=nn.initializers.zeros)(y_BHWC)
-        if x_BHWC.shape != y_BHWC.shape:
-            x_BHWC = self.conv(
-                4 * self.features, (1, 1), strides=self.strides, name="shortcut_conv"
-            )(x_BHWC)
-            x_BHWC = self.norm(name="shortcut_norm")(x_BHWC)
-        return nn.relu(x_BHWC + y_BHWC)
+        return self._with_shortcut(y_BHWC, x_BHWC)
 
 
 class ResNet(nn.Module):
@@ -232,17 +231,12 @@ resnet50_v1 = partial(
 )
 
 
-class CifarBlock(nn.Module):
+class CifarBlock(_Block):
     """Two 3x3 convolutions and a shortcut without parameters (the paper's option A).
 
     Where the block changes the shape, the shortcut takes every second pixel and pads the missing
     channels with zeros.
     """
-
-    features: int
-    strides: int
-    conv: Layer
-    norm: Layer
 
     @nn.compact
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
@@ -319,16 +313,11 @@ resnet56 = partial(CifarResNet, depth=56)
 resnet110 = partial(CifarResNet, depth=110)
 
 
-class SmallBlock(nn.Module):
+class SmallBlock(_Block):
     """Convolutions of 1x1, 3x3 and 1x1, all of the same width, and a shortcut.
 
     The shortcut is a convolution if the stride is 2.
     """
-
-    features: int
-    strides: int
-    conv: Layer
-    norm: Layer
 
     @nn.compact
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
@@ -338,12 +327,7 @@ class SmallBlock(nn.Module):
         )
         y_BHWC = nn.relu(self.norm()(self.conv(self.features, (3, 3), padding=1)(y_BHWC)))
         y_BHWC = self.norm()(self.conv(self.features, (1, 1))(y_BHWC))
-        if self.strides > 1:
-            x_BHWC = self.conv(self.features, (1, 1), strides=self.strides, name="shortcut_conv")(
-                x_BHWC
-            )
-            x_BHWC = self.norm(name="shortcut_norm")(x_BHWC)
-        return nn.relu(x_BHWC + y_BHWC)
+        return self._with_shortcut(y_BHWC, x_BHWC)
 
 
 class ResNetSmall(nn.Module):
