@@ -17,6 +17,8 @@ Shape legend: B batch, T tokens, D width, F width of the inner layer, V vocabula
 K key and value heads, H width of a head.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -87,15 +89,15 @@ class Decoder(nn.Module):
             split_rngs={"params": True},
             length=self.num_layers,
         )
-        layers = stack(
-            num_heads=self.num_heads,
-            num_key_heads=self.num_key_heads,
-            filter_dim=self.filter_dim,
-            max_wavelength=self.max_wavelength,
-            dtype=self.dtype,
-            implementation=self.implementation,
-            name="layers",
+        attention = partial(
+            GroupedAttention,
+            self.num_heads,
+            self.num_key_heads,
+            self.max_wavelength,
+            self.dtype,
+            self.implementation,
         )
+        layers = stack(attention, self.filter_dim, self.dtype, name="layers")
         x_BTD, _ = layers(embed(tokens))
         x_BTD = nn.RMSNorm(epsilon=1e-5, dtype=self.dtype, name="norm")(x_BTD)
         kernel_DV = self.param("head", _NORMAL, (self.width, self.vocab_size))
@@ -110,24 +112,14 @@ class Decoder(nn.Module):
 class DecoderBlock(nn.Module):
     """Causal self-attention and a feed-forward layer, each added to its input."""
 
-    num_heads: int
-    num_key_heads: int
+    attention: Callable[..., nn.Module]
     filter_dim: int
-    max_wavelength: float
     dtype: Any
-    implementation: Implementation | None
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, None]:
         """Maps [B, T, D] to [B, T, D], as `nn.scan` requires with a second result."""
-        attend = GroupedAttention(
-            self.num_heads,
-            self.num_key_heads,
-            self.max_wavelength,
-            self.dtype,
-            self.implementation,
-            name="attention",
-        )
+        attend = self.attention(name="attention")
         filter_ = GatedFeedForward(self.filter_dim, self.dtype, name="feed_forward")
         norm = {"epsilon": 1e-5, "dtype": self.dtype}
         x_BTD = x_BTD + attend(nn.RMSNorm(**norm, name="attention_norm")(x_BTD))
