@@ -234,10 +234,7 @@ class KerasAdapter(Adapter):
 
     def _call(self, values: dict[int, Any], inputs: Any, *, train: bool) -> _Call:
         """Calls the model with the given variables and no side effects, as Keras's trainer does."""
-        variables = [
-            *self.module.variables,
-            *(v for metric in self._metrics() for v in metric.variables),
-        ]
+        variables = self._all_variables()
         mapping = [(v, values[id(v)]) for v in variables]
         flags = {"training": train} if self._takes_training else {}
         # Layers identify their losses by `id`: a layer that has not been called yet can remove a
@@ -253,10 +250,7 @@ class KerasAdapter(Adapter):
 
         Weight regularizers alone need no test.
         """
-        values = {
-            id(v): v.value
-            for v in [*self.module.variables, *(v for m in self._metrics() for v in m.variables)]
-        }
+        values = {id(v): v.value for v in self._all_variables()}
         rows = jax.tree.map(_probe_rows, inputs)
         losses = jax.eval_shape(lambda rows: self._call(values, rows, train=train).losses, rows)
         regularized = [v for v in self.module.trainable_variables if v.regularizer is not None]
@@ -314,6 +308,9 @@ class KerasAdapter(Adapter):
 
     def _state(self, values: dict[int, Any]) -> dict[VariablePath, Any]:
         return {path: values[id(v)] for path, v in self._parts[1].items()}
+
+    def _all_variables(self) -> list[keras.Variable]:
+        return [*self.module.variables, *(v for m in self._metrics() for v in m.variables)]
 
     def _layers(self) -> list[keras.Layer]:
         # The public `layers` leaves out layers within layers.
