@@ -5,6 +5,7 @@ The stream is the same, with fixed seeds and a fixed order.
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -40,84 +41,76 @@ _ORDERS = ("_ShuffleDataset", "_RandomDataset")
 # Operations that call their function for several elements at once.
 PARALLEL = ("_ParallelMapDataset", "_ParallelInterleaveDataset")
 
-_Replay = Callable[[Any, list[Any], Function], Any]
+# The method of a dataset that makes an operation, which takes the parameters of
+# `private.PARAMETERS` in their order.
+_METHODS = {
+    "_TakeDataset": "take",
+    "_SkipDataset": "skip",
+    "_RepeatDataset": "repeat",
+    "_ShardDataset": "shard",
+    "_PrefetchDataset": "prefetch",
+    "CacheDataset": "cache",
+    "_MapDataset": "map",
+    "_ParallelMapDataset": "map",
+    "_FilterDataset": "filter",
+    "_TakeWhileDataset": "take_while",
+    "_FlatMapDataset": "flat_map",
+    "_InterleaveDataset": "interleave",
+    "_ParallelInterleaveDataset": "interleave",
+    "_ScanDataset": "scan",
+    "_UniqueDataset": "unique",
+    "_WindowDataset": "window",
+    "_BatchDataset": "batch",
+    "_ParallelBatchDataset": "batch",
+    "_PaddedBatchDataset": "padded_batch",
+}
+_INTEGERS = ("buffer_size", "cycle_length", "block_length", "num_parallel_calls")
 
-_REPLAYS: dict[str, _Replay] = {
-    "_TakeDataset": lambda op, ins, _: ins[0].take(read(op, "count")),
-    "_SkipDataset": lambda op, ins, _: ins[0].skip(read(op, "count")),
-    "_RepeatDataset": lambda op, ins, _: ins[0].repeat(read(op, "count")),
-    "_ShardDataset": lambda op, ins, _: ins[0].shard(read(op, "num_shards"), read(op, "index")),
+
+def _by_method(operation: Any, inputs: list[Any], function: Function, *, calls: bool = True) -> Any:
+    """Returns the operation on other inputs; without `calls` it works on one element at a time."""
+    arguments: list[Any] = []
+    order: dict[str, bool] = {}
+    for name in private.PARAMETERS.get(type(operation).__name__, ()):
+        if name == "deterministic" or (name == "num_parallel_calls" and not calls):
+            continue
+        value = read(operation, name)
+        if name.endswith(("func", "predicate")):
+            arguments.append(function(value))
+        else:
+            arguments.append(int(value) if name in _INTEGERS else value)
+        if name == "num_parallel_calls":
+            order = {"deterministic": True}
+    return getattr(inputs[0], _METHODS[type(operation).__name__])(*arguments, **order)
+
+
+def _by_class(operation: Any, inputs: list[Any], _: Function) -> Any:
+    # The methods unbatch() and rebatch() put a re-encoding before the operation, which is an
+    # operation of its own here.
+    names = private.PARAMETERS.get(type(operation).__name__, ())
+    return private.made_like(operation, inputs[0], *(read(operation, name) for name in names))
+
+
+_REPLAYS: dict[str, Callable[[Any, list[Any], Function], Any]] = {
+    **dict.fromkeys(_METHODS, _by_method),
+    **dict.fromkeys(("_AssertCardinalityDataset", "_UnbatchDataset", "_RebatchDataset"), _by_class),
     "_ShuffleDataset": lambda op, ins, _: _shuffle_like(op, ins[0]),
-    "_AssertCardinalityDataset": lambda op, ins, _: private.made_like(
-        op, ins[0], read(op, "expected_cardinality")
-    ),
     "_RandomDataset": lambda op, ins, _: _random_like(op),
-    "_PrefetchDataset": lambda op, ins, _: ins[0].prefetch(int(read(op, "buffer_size"))),
-    "CacheDataset": lambda op, ins, _: ins[0].cache(read(op, "filename")),
     "_OptionsDataset": lambda op, ins, _: ins[0].with_options(op.options()),
-    "_MapDataset": lambda op, ins, f: ins[0].map(f(read(op, "map_func"))),
-    "_ParallelMapDataset": lambda op, ins, f: ins[0].map(
-        f(read(op, "map_func")), int(read(op, "num_parallel_calls")), deterministic=True
-    ),
-    "_FilterDataset": lambda op, ins, f: ins[0].filter(f(read(op, "predicate"))),
-    "_TakeWhileDataset": lambda op, ins, f: ins[0].take_while(f(read(op, "predicate"))),
-    "_FlatMapDataset": lambda op, ins, f: ins[0].flat_map(f(read(op, "map_func"))),
-    "_InterleaveDataset": lambda op, ins, f: ins[0].interleave(
-        f(read(op, "map_func")), int(read(op, "cycle_length")), int(read(op, "block_length"))
-    ),
-    "_ParallelInterleaveDataset": lambda op, ins, f: ins[0].interleave(
-        f(read(op, "map_func")),
-        int(read(op, "cycle_length")),
-        int(read(op, "block_length")),
-        int(read(op, "num_parallel_calls")),
-        deterministic=True,
-    ),
-    "_ScanDataset": lambda op, ins, f: ins[0].scan(
-        read(op, "initial_state"), f(read(op, "scan_func"))
-    ),
     "_GroupByWindowDataset": lambda op, ins, f: ins[0].group_by_window(
         f(read(op, "key_func")),
         f(read(op, "reduce_func")),
         window_size_func=f(read(op, "window_size_func")),
     ),
-    # The methods unbatch() and rebatch() put a re-encoding before the operation, which is an
-    # operation of its own here.
-    "_UnbatchDataset": lambda op, ins, _: private.made_like(op, ins[0]),
-    "_RebatchDataset": lambda op, ins, _: private.made_like(
-        op, ins[0], read(op, "batch_sizes"), read(op, "drop_remainder")
-    ),
     "_RestructuredDataset": lambda op, ins, _: _with_element_spec(ins[0], op.element_spec),
     # Whether it logs is not kept; what is skipped in silence is worse than a line too many.
     "_IgnoreErrorsDataset": lambda op, ins, _: ins[0].ignore_errors(log_warning=True),
-    "_UniqueDataset": lambda op, ins, _: ins[0].unique(),
-    "_WindowDataset": lambda op, ins, _: ins[0].window(
-        read(op, "size"), read(op, "shift"), read(op, "stride"), read(op, "drop_remainder")
-    ),
-    "_BatchDataset": lambda op, ins, _: ins[0].batch(
-        read(op, "batch_size"), read(op, "drop_remainder")
-    ),
-    "_ParallelBatchDataset": lambda op, ins, _: ins[0].batch(
-        read(op, "batch_size"),
-        read(op, "drop_remainder"),
-        int(read(op, "num_parallel_calls")),
-        deterministic=True,
-    ),
-    "_PaddedBatchDataset": lambda op, ins, _: ins[0].padded_batch(
-        read(op, "batch_size"),
-        read(op, "padded_shapes"),
-        read(op, "padding_values"),
-        read(op, "drop_remainder"),
-    ),
     "_ZipDataset": lambda op, ins, _: Dataset.zip(
         tf.nest.pack_sequence_as(read(op, "datasets"), ins)
     ),
     "_ConcatenateDataset": lambda op, ins, _: ins[0].concatenate(ins[1]),
 }
-_ONE_BY_ONE: dict[str, _Replay] = {
-    **_REPLAYS,
-    "_ParallelMapDataset": _REPLAYS["_MapDataset"],
-    "_ParallelInterleaveDataset": _REPLAYS["_InterleaveDataset"],
-}
+_one_by_one = partial(_by_method, calls=False)
 
 
 class Repairs:
@@ -174,7 +167,7 @@ class Repairs:
                 self.disordered.append(operation_name(dataset))
             return dataset
         self._note_repair(dataset)
-        replay = (_ONE_BY_ONE if self._must_slow(dataset) else _REPLAYS)[kind]
+        replay = _one_by_one if self._must_slow(dataset) else _REPLAYS[kind]
         if _unseeded_kinds(dataset):
             with seeded_tracing():
                 # The user's own function is traced anew, with seeds.
