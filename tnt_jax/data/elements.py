@@ -5,7 +5,8 @@ only NumPy, so that worker processes start fast.
 """
 
 import sys
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -121,6 +122,26 @@ def is_numbers(tree: Any) -> bool:
     return isinstance(tree, list) and all(
         isinstance(value, (bool, int, float, complex)) or is_numbers(value) for value in tree
     )
+
+
+def checksums_of(
+    arrays: Iterable[np.ndarray], targets: Sequence[np.ndarray]
+) -> tuple[int, int | None]:
+    """Returns a checksum of the contents of a batch, and one of its targets.
+
+    The latter is None if there are no targets, or if those of all rows are the same, so that they
+    do not tell which rows the batch has.
+    """
+    tells_rows = any(bool((x != x[:1]).any()) for x in targets)
+    return checksum(arrays), checksum(targets) if tells_rows else None
+
+
+def checksum(arrays: Iterable[np.ndarray]) -> int:
+    """Returns a number that tells the contents of arrays apart."""
+    found = 0
+    for x in arrays:
+        found = zlib.crc32(repr(x.tolist()).encode() if x.dtype == object else x.tobytes(), found)
+    return found
 
 
 def _is_list_of_parts(data: Any) -> bool:

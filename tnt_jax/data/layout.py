@@ -72,20 +72,26 @@ class LocalRows:
     mask: np.ndarray | None
     first_row: int
 
+    def selection(self, start: int = 0) -> slice | np.ndarray:
+        """Returns an index of these rows in arrays in which the batch begins at a row `start`."""
+        if self.mask is None:
+            return slice(start + self.first_row, start + self.first_row + len(self.indices))
+        return start + self.indices
+
 
 def micro_batch_size(num_rows: int, num_ranks: int) -> int:
     """Returns the rows per rank, padding included: `num_rows / num_ranks` rounded up."""
     return -(-num_rows // num_ranks)
 
 
-def local_rows(num_rows: int, rank_slice: RankSlice) -> LocalRows:
+def local_rows(num_rows: int, rank_slice: RankSlice, *, padded_to: int | None = None) -> LocalRows:
     """Returns the rows that the process at `rank_slice` feeds of a global batch of `num_rows` rows.
 
-    There may be fewer real rows than ranks.
+    There may be fewer real rows than ranks. Ranks have as many as of `padded_to` rows, if given.
     """
     assert num_rows >= 1
-    micro = micro_batch_size(num_rows, rank_slice.num_ranks)
-    first, end = rank_slice.rows_of(num_rows)
+    micro = micro_batch_size(padded_to or num_rows, rank_slice.num_ranks)
+    first, end = rank_slice.rows_of(num_rows, padded_to=padded_to)
     rows = np.arange(first, first + rank_slice.local_ranks * micro)
     is_real = rows < min(num_rows, end)
     mask = None if micro * rank_slice.num_ranks == num_rows else is_real.astype(np.float32)

@@ -5,7 +5,6 @@ together they feed each global batch exactly once.
 """
 
 import sys
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -14,13 +13,14 @@ import numpy as np
 
 from tnt_jax.data.elements import (
     as_batch,
+    checksum,
+    checksums_of,
     is_of_library,
     is_torch_tensor,
     torch_to_numpy,
     unpack,
 )
 from tnt_jax.data.layout import (
-    LocalRows,
     RankSlice,
     ReadOptions,
     local_rows,
@@ -94,6 +94,15 @@ class HostBatch(NamedTuple):
     mask: np.ndarray | None
     num_rows: int
     shards: tuple[slice, ...] | None = None
+
+    def masked(self, is_good: np.ndarray | bool = True) -> "HostBatch":
+        """Returns the batch with a mask, which is 0 for bad rows, too.
+
+        Where one process may have bad rows, the mask is there always: all run one program.
+        """
+        rows = len(jax.tree.leaves(self.data)[0])
+        mask = np.ones(rows, np.float32) if self.mask is None else self.mask
+        return self._replace(mask=mask * is_good)
 
 
 @runtime_checkable
@@ -177,12 +186,7 @@ class ArraySource:
         for start in range(start_batch * self._size, self.num_batches * self._size, self._size):
             num_rows = min(self._size, self.num_examples - start)
             rows = self._whole if num_rows == self._size else local_rows(num_rows, self._rank_slice)
-            if order is not None:
-                chosen = order[start + rows.indices]
-            elif rows.mask is None:
-                chosen = slice(start + rows.first_row, start + rows.first_row + len(rows.indices))
-            else:
-                chosen = start + rows.indices
+            chosen = rows.selection(start) if order is None else order[start + rows.indices]
             data = self._structure.unflatten([x[chosen] for x in self._leaves])
             yield HostBatch(data, rows.mask, num_rows)
 
@@ -233,19 +237,24 @@ class IterableSource:
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows of each batch, after dropping `start_batch` batches."""
-        for index, element in enumerate(
-            self._running if self._running is not None else started(self._batches, epoch)
-        ):
-            batch = as_batch(element)
-            num_rows = batch_length(batch)
-            if self.first_checksums is None:
-                self.first_checksums = checksums_of(batch)
-            if self.global_batch_size is None:
-                self.global_batch_size = resolve_batch_size(
-                    self._rank_slice, batch_size=num_rows, micro=self._micro
-                )
+        running = self._running
+        elements = started(self._batches, epoch) if running is None else running
+        for index, element in enumerate(elements):
+            own = self.own_rows(as_batch(element))
             if index >= start_batch:
-                yield select_rows(batch, local_rows(num_rows, self._rank_slice), num_rows)
+                yield own
+
+    def own_rows(self, batch: Any) -> HostBatch:
+        """Returns this process's rows of a whole batch, of which the first is noted."""
+        num_rows = batch_length(batch)
+        if self.first_checksums is None:
+            targets = map(np.asarray, jax.tree.leaves(unpack(batch)[1]))
+            self.first_checksums = checksums_of(jax.tree.leaves(batch), [*targets])
+        if self.global_batch_size is None:
+            self.global_batch_size = resolve_batch_size(
+                self._rank_slice, batch_size=num_rows, micro=self._micro
+            )
+        return select_rows(batch, self._rank_slice)
 
 
 def started(batches: Iterable[Any], epoch: int) -> Iterator[Any]:
@@ -253,13 +262,12 @@ def started(batches: Iterable[Any], epoch: int) -> Iterator[Any]:
     return batches.batches_of_epoch(epoch) if isinstance(batches, Reordered) else iter(batches)
 
 
-def select_rows(batch: Any, rows: LocalRows, num_rows: int) -> HostBatch:
-    """Returns the rows of a whole global batch `[num_rows, ...]` that a process feeds."""
-    own = rows.indices
-    if rows.mask is None:
-        own = slice(rows.first_row, rows.first_row + len(rows.indices))
-    data = jax.tree.map(lambda x: np.asarray(x)[own], batch)
-    return HostBatch(data, rows.mask, num_rows)
+def select_rows(batch: Any, rank_slice: RankSlice) -> HostBatch:
+    """Returns the rows of a whole global batch that a process feeds."""
+    num_rows = batch_length(batch)
+    rows = local_rows(num_rows, rank_slice)
+    own = rows.selection()
+    return HostBatch(jax.tree.map(lambda x: np.asarray(x)[own], batch), rows.mask, num_rows)
 
 
 def batch_length(batch: Any) -> int:
@@ -281,24 +289,9 @@ def form_of(batch: Any) -> str:
     )
 
 
-def checksums_of(batch: Any) -> tuple[int, int | None]:
-    """Returns a checksum of the contents of a batch, and one of its targets.
-
-    The latter is None if there are no targets, or if those of all rows are the same, so that they
-    do not tell which rows the batch has.
-    """
-    targets = unpack(batch)[1]
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(targets)]
-    tells_rows = any(bool((leaf != leaf[:1]).any()) for leaf in leaves)
-    return checksum_of(batch), checksum_of(targets) if tells_rows else None
-
-
 def checksum_of(arrays: Any) -> int:
     """Returns a number that tells the contents of two pytrees of arrays apart."""
-    checksum = 0
-    for leaf in jax.tree.leaves(arrays):
-        checksum = zlib.crc32(np.ascontiguousarray(leaf).tobytes(), checksum)
-    return checksum
+    return checksum(map(np.asarray, jax.tree.leaves(arrays)))
 
 
 def checksum_of_some(arrays: Any) -> int:

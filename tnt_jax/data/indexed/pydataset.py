@@ -12,9 +12,9 @@ import numpy as np
 
 from tnt_jax.data.elements import as_batch, is_of_library
 from tnt_jax.data.indexed.fetch import Chunk, Fetcher, Worker
-from tnt_jax.data.layout import RankSlice, local_rows, resolve_batch_size
+from tnt_jax.data.layout import RankSlice
 from tnt_jax.data.permutation import Permutation, RowOrder
-from tnt_jax.data.sources import HostBatch, batch_length, checksums_of, select_rows
+from tnt_jax.data.sources import HostBatch, IterableSource
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class _WholeBatches:
         return Chunk(as_batch(batch), np.ones(1, bool), [])
 
 
-class PyDatasetSource:
+class PyDatasetSource(IterableSource):
     """The rows of one process of a Keras `PyDataset`, whose items are whole global batches.
 
     Every process makes every batch of the dataset and keeps its own rows. A dataset that draws
@@ -43,8 +43,6 @@ class PyDatasetSource:
     `use_multiprocessing`, `max_queue_size`, `on_epoch_begin` and `on_epoch_end` are followed.
     Shuffled, each epoch visits the batches in an order of its own, drawn from `(seed, epoch)`.
     """
-
-    in_memory = False
 
     def __init__(
         self,
@@ -55,17 +53,16 @@ class PyDatasetSource:
         shuffle: bool = False,
         seed: int = 42,
     ) -> None:
+        length = dataset.num_batches
+        super().__init__(
+            dataset, rank_slice=rank_slice, micro_batch_size=micro_batch_size, length=length
+        )
         self._dataset = dataset
-        self._rank_slice = rank_slice
-        self._micro = micro_batch_size
         self._shuffle = shuffle
         self._seed = seed
         self.row_order = RowOrder([seed] if shuffle else [])
-        self.first_checksums: tuple[int, int | None] | None = None
-        self.global_batch_size: int | None = None
-        self.num_examples: int | None = None
-        self.num_batches: int | None = dataset.num_batches
-        self.is_infinite = dataset.num_batches is None
+        self.num_batches: int | None = length
+        self.is_infinite = length is None
         in_processes = dataset.use_multiprocessing
         worker: Worker = "processes" if in_processes else "threads"
         # As in Keras, one worker without multiprocessing is the caller itself.
@@ -89,15 +86,7 @@ class PyDatasetSource:
         """Yields this process's rows of the batches of `epoch` from `start_batch` on alone."""
         self._dataset.on_epoch_begin()
         for chunk in self._fetcher.batches(epoch, self._order(epoch, start_batch)):
-            batch = chunk.data
-            num_rows = batch_length(batch)
-            if self.first_checksums is None:
-                self.first_checksums = checksums_of(batch)
-            if self.global_batch_size is None:
-                self.global_batch_size = resolve_batch_size(
-                    self._rank_slice, batch_size=num_rows, micro=self._micro
-                )
-            yield select_rows(batch, local_rows(num_rows, self._rank_slice), num_rows)
+            yield self.own_rows(chunk.data)
         self._dataset.on_epoch_end()
 
     def _order(self, epoch: int, start_batch: int) -> Iterator[np.ndarray]:

@@ -179,15 +179,9 @@ class RandomAccessSource:
                 f"first: {chunk.failures[0]}. Check that the data can be read at all."
             )
         unique, own = np.unique(rows.indices, return_inverse=True)
-        mask = rows.mask
-        if self._spec.on_error == "skip":
-            # Another process may have skipped an example of this batch, so that the mask is there
-            # always: all run one program.
-            mask = (np.ones(len(own), np.float32) if mask is None else mask) * chunk.is_good[
-                own
-            ].astype(np.float32)
         data = chunk.data if len(unique) == len(own) else take_rows(chunk.data, own)
-        return HostBatch(data, mask, self._num_rows(batch))
+        found = HostBatch(data, rows.mask, self._num_rows(batch))
+        return found.masked(chunk.is_good[own]) if self._spec.on_error == "skip" else found
 
     def _local_rows(self, batch: int) -> LocalRows:
         return local_rows(self._num_rows(batch), self._rank_slice)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tnt_jax.data.layout import RankSlice, micro_batch_size
+from tnt_jax.data.layout import RankSlice, local_rows
 from tnt_jax.data.permutation import Permutation, RowOrder
 from tnt_jax.data.recipes.text import PAD_ID, TokenPairs
 from tnt_jax.data.sources import HostBatch, checksum_of
@@ -162,19 +162,14 @@ class TokenBatchSource:
         length = int(self.buckets[batch.bucket])
         num_rows = len(batch.indices)
         full = int(self._rows[batch.bucket])
-        micro = micro_batch_size(full, self._rank_slice.num_ranks)
-        first, end = self._rank_slice.rows_of(num_rows, padded_to=full)
-        rows = first + np.arange(self._rank_slice.local_ranks * micro)
-        is_real = rows < min(num_rows, end)
-        own = batch.indices[np.minimum(rows, num_rows - 1)]
+        rows = local_rows(num_rows, self._rank_slice, padded_to=full)
+        own = batch.indices[rows.indices]
         sources, targets = (
             _padded([side[i] for i in own], length)
             for side in (self._spec.pairs.sources, self._spec.pairs.targets)
         )
         # Full batches have a mask, too: otherwise each bucket would need two programs.
-        return HostBatch(
-            self._spec.structure(sources, targets), is_real.astype(np.float32), num_rows
-        )
+        return HostBatch(self._spec.structure(sources, targets), rows.mask, num_rows).masked()
 
     def _report(self, lengths: np.ndarray, used: np.ndarray) -> None:
         padding = 1 - lengths.sum() / self.buckets[self._bucket_of].sum()

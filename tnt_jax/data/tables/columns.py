@@ -3,12 +3,13 @@
 This module needs only NumPy: it is also used by an actor, which does not import JAX.
 """
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from tnt_jax.data.elements import checksums_of
 
 Names = str | Sequence[str]
 # A batch of rows, whose columns are arrays, or one row.
@@ -61,18 +62,11 @@ class ColumnRoles:
         return tuple(part for part in (inputs, targets, weight) if part is not None)
 
     def checksums(self, batch: Batch) -> tuple[int, int | None]:
-        """Returns a checksum of rows, and one of their targets that tells their order.
-
-        The latter is None without targets, or if those of all rows are the same.
-        """
+        """Returns checksums of rows and of their targets; see `checksums_of`."""
         names = _listed(self._target_names(batch))
         # A column that is missing is an error of `element`.
         targets = [np.asarray(batch[name]) for name in names if name in batch]
-        tells_rows = any(bool((column != column[:1]).any()) for column in targets)
-        return (
-            _checksum([np.asarray(column) for column in batch.values()]),
-            _checksum(targets) if tells_rows else None,
-        )
+        return checksums_of(map(np.asarray, batch.values()), targets)
 
     def _inputs(self, batch: Batch, others: set[str]) -> Any:
         if self.inputs is not None:
@@ -133,11 +127,3 @@ def _listed(names: Names | None) -> list[str]:
 
 def _named(batch: Batch) -> str:
     return ", ".join(map(repr, batch))
-
-
-def _checksum(arrays: list[np.ndarray]) -> int:
-    checksum = 0
-    for array in arrays:
-        data = repr(array.tolist()).encode() if array.dtype == object else array.tobytes()
-        checksum = zlib.crc32(data, checksum)
-    return checksum

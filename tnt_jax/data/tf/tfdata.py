@@ -29,7 +29,7 @@ from tnt_jax.data.layout import (
     resolve_batch_size,
 )
 from tnt_jax.data.permutation import RowOrder
-from tnt_jax.data.sources import HostBatch, Source, announced_batch, batch_length, select_rows
+from tnt_jax.data.sources import HostBatch, Source, announced_batch, select_rows
 from tnt_jax.data.tf.private import Unreadable
 from tnt_jax.job import Slot, once_per_job
 from tnt_jax.log import logger
@@ -261,7 +261,7 @@ class TfDataSource:
         yield from self._read(stream, epoch, start_batch)
 
     def _read(self, stream: Any, epoch: int, start_batch: int) -> Iterator[HostBatch]:
-        make = self._from_own_rows if self._is_early else self._from_all_rows
+        make = _from_own_rows if self._is_early else select_rows
         elements = elements_of(stream)
         for number in count(start_batch):
             try:
@@ -272,7 +272,7 @@ class TfDataSource:
                 error.add_note(f"This happened in batch {number} of epoch {epoch}, or soon after.")
                 self._name_record(epoch, number, error)
                 raise
-            batch = make(element)
+            batch = make(element, self._rank_slice)
             yield self._without_bad_rows(batch) if self._data.has_flags else batch
 
     def _name_record(self, epoch: int, batch: int, error: Exception) -> None:
@@ -303,25 +303,15 @@ class TfDataSource:
 
     def _without_bad_rows(self, batch: HostBatch) -> HostBatch:
         is_good, data = batch.data
-        # Another process may have bad rows in this batch, so that the mask is there always: all run
-        # one program.
-        mask = np.ones(len(is_good), np.float32) if batch.mask is None else batch.mask
-        if num_bad := int(((mask > 0) & ~is_good).sum()):
+        bad = ~is_good if batch.mask is None else ~is_good & (batch.mask > 0)
+        if num_bad := int(bad.sum()):
             self.num_skipped += num_bad
             logger.warning(
                 "Skipped %d records that cannot be read (%d on this process so far).",
                 num_bad,
                 self.num_skipped,
             )
-        return HostBatch(data, mask * is_good, batch.num_rows)
-
-    def _from_own_rows(self, element: tuple[np.ndarray, Any]) -> HostBatch:
-        count = int(element[0].flat[0])
-        return HostBatch(element[1], local_rows(count, self._rank_slice).mask, count)
-
-    def _from_all_rows(self, element: Any) -> HostBatch:
-        count = batch_length(element)
-        return select_rows(element, local_rows(count, self._rank_slice), count)
+        return HostBatch(data, batch.mask, batch.num_rows).masked(is_good)
 
     def _build(self) -> None:
         """Makes the pipeline of this process; its shuffles stand at their first order."""
@@ -430,6 +420,11 @@ class TfDataSource:
             self._num_passes += 1
 
 
+def _from_own_rows(element: tuple[np.ndarray, Any], rank_slice: RankSlice) -> HostBatch:
+    count = int(element[0].flat[0])
+    return HostBatch(element[1], local_rows(count, rank_slice).mask, count)
+
+
 def tf_source(dataset: Any, options: "ReadOptions") -> Source:
     """Returns the source of a `tf.data.Dataset`, or of a `TfData`.
 
@@ -466,26 +461,8 @@ def _shard_source(dataset: Any, options: "ReadOptions") -> Source:
         dataset = dataset.batch(options.micro_batch_size * options.rank_slice.local_ranks)
     logger.info("Automatic dataset distribution is off: every process feeds its own shard.")
     return ShardSource(
-        _NumpyBatches(dataset),
-        rank_slice=options.rank_slice,
-        micro_batch_size=options.micro_batch_size,
+        dataset, rank_slice=options.rank_slice, micro_batch_size=options.micro_batch_size
     )
-
-
-class _NumpyBatches:
-    """The elements of a `tf.data.Dataset` as NumPy arrays, with its length if that is known."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._dataset.as_numpy_iterator()
-
-    def __len__(self) -> int:
-        cardinality = _known(self._dataset.cardinality())
-        if cardinality is None:
-            raise TypeError("The dataset's length is unknown.")
-        return cardinality
 
 
 def _first_line(error: Exception) -> str:
