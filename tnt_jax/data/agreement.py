@@ -17,6 +17,7 @@ import jax
 from tnt_jax import _jax
 from tnt_jax.distributed.leaving import PeerError
 from tnt_jax.distributed.liveness.rendezvous import read_key
+from tnt_jax.job import Slot
 
 # Set in a thread that reads data once its batches are no longer used: it then stops waiting for
 # other processes.
@@ -86,6 +87,16 @@ class CoordinationBoard:
         del self._own[name]
         if self.num_processes > 1:
             _jax.coordination_client().key_value_delete(f"tnt_jax/{name}/{self.process}")
+
+
+_counts = Slot[dict[str, int]](dict)
+
+
+def unique_name(kind: str) -> str:
+    """Returns a name on the board that no other call has; all processes call it equally often."""
+    counts = _counts.get()
+    counts[kind] = counts.get(kind, -1) + 1
+    return f"{kind}/{counts[kind]}"
 
 
 def gather(board: Board, name: str, value: Any) -> list[Any]:

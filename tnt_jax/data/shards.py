@@ -7,23 +7,27 @@ counts once and no process waits in vain.
 """
 
 from collections.abc import Iterable, Iterator
-from itertools import count
 from typing import Any
 
 import jax
 import numpy as np
 
-from tnt_jax.data.agreement import Board, CoordinationBoard, Exchange, ReadAhead, Report
+from tnt_jax.data.agreement import (
+    Board,
+    CoordinationBoard,
+    Exchange,
+    ReadAhead,
+    Report,
+    unique_name,
+)
 from tnt_jax.data.elements import as_batch
 from tnt_jax.data.layout import RankSlice
 from tnt_jax.data.permutation import RowOrder
 from tnt_jax.data.sources import HostBatch, batch_length, common_length, form_of, started
-from tnt_jax.job import Slot
 
 # Batches per report; as many are held in memory. More batches mean fewer messages, each of which
 # takes well under a millisecond.
 _BATCHES_PER_REPORT = 4
-_names = Slot(count)
 
 
 class ShardSource:
@@ -50,7 +54,7 @@ class ShardSource:
         self._rank_slice = rank_slice
         self._micro = micro_batch_size
         self._board = CoordinationBoard() if board is None else board
-        self._name = f"shards/{next(_names.get())}" if board is None else "shards"
+        self._name = unique_name("shards") if board is None else "shards"
         self._running = iter(batches) if isinstance(batches, Iterator) else None
         self.row_order = RowOrder(
             parts={"number of shards": self._board.num_processes},

@@ -17,17 +17,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from tnt_jax.data.agreement import CoordinationBoard, Exchange, ReadAhead, Report
+from tnt_jax.data.agreement import CoordinationBoard, Exchange, ReadAhead, Report, unique_name
 from tnt_jax.data.sources import HostBatch, Source
 from tnt_jax.distributed.leaving import PeerError
-from tnt_jax.job import Slot
 from tnt_jax.log import logger
 
 # At most so many batches wait until all processes have reported them.
 _MOST_BATCHES, _MOST_BYTES = 32, 32 * 2**20
 # Of the time between two messages; more batches for each message make it smaller.
 _MESSAGE_SHARE = 0.05
-_names = Slot(count)
 
 
 def read_in_lockstep(
@@ -40,12 +38,8 @@ def read_in_lockstep(
     """
     if jax.process_count() == 1 or source.in_memory or getattr(source, "is_in_lockstep", False):
         return items
-    return in_lockstep(
-        items,
-        Exchange(CoordinationBoard(), f"batches/{next(_names.get())}"),
-        where=where,
-        first_step=first_step,
-    )
+    exchange = Exchange(CoordinationBoard(), unique_name("batches"))
+    return in_lockstep(items, exchange, where=where, first_step=first_step)
 
 
 def in_lockstep(

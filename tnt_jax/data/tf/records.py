@@ -4,16 +4,15 @@ Errors name the file and the record.
 """
 
 from collections.abc import Sequence
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import tensorflow as tf
 
-from tnt_jax.data.agreement import Board, CoordinationBoard, gather
+from tnt_jax.data.agreement import Board, CoordinationBoard, gather, unique_name
 from tnt_jax.data.tf import private
 from tnt_jax.data.tf.functions import function_nodes
-from tnt_jax.job import Slot
 from tnt_jax.log import logger
 
 OnError = Literal["raise", "skip"]
@@ -143,7 +142,6 @@ def files_of(dataset: Any, *, most: int | None = None) -> list[str]:
 
 # More names than this are those of single examples, of which a bad one is masked in its place.
 _MOST_FILES = 10_000
-_numbers = Slot(count)
 
 
 def check_skips_alike(dataset: Any) -> None:
@@ -161,7 +159,7 @@ def check_skips_alike(dataset: Any) -> None:
         )
         return
     if sizes is not None:
-        require_same_sizes(sizes, board, f"files/{next(_numbers.get())}")
+        require_same_sizes(sizes, board, unique_name("files"))
 
 
 def ignores_errors(dataset: Any) -> bool:
