@@ -38,11 +38,15 @@ def start_reader(read: Callable[[], None], name: str, stopped: threading.Event) 
 
     That sets `stopped`, whereupon `read` should return.
     """
+    readers = phases.here().readers
 
     def run() -> None:
+        own = threading.get_ident()
+        readers.add(own)
         try:
             read()
         finally:
+            readers.discard(own)
             _running.pop(thread, None)
 
     thread = threading.Thread(target=run, name=f"tnt_jax-{name}", daemon=True)
@@ -168,8 +172,6 @@ class Feed:
 
     def _work(self) -> None:
         reader_stopped.set(self._stopped)
-        readers, own = phases.here().readers, threading.get_ident()
-        readers.add(own)
         try:
             for item in self._items:
                 if not self._offer("item", self._prepare(item)):
@@ -178,8 +180,6 @@ class Feed:
             self._offer("error", error)
         else:
             self._offer("end", None)
-        finally:
-            readers.discard(own)
 
     def _offer(self, kind: str, value: Any) -> bool:
         """Hands over a value; returns False if the reader has left."""

@@ -10,7 +10,6 @@ from tnt_jax.data.sources import HostBatch, Source
 from tnt_jax.data.streams import EpochStream, describe
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining import runtime
-from tnt_jax.distributed.liveness import phases
 from tnt_jax.log import logger
 
 # What is done with the data that was opened and the batch that it announces.
@@ -85,16 +84,12 @@ def _read_beside(
 ) -> Future[HostBatch]:
     """Returns the first batch, which a thread reads while something else is done."""
     reading: Future[HostBatch] = Future()
-    readers = phases.here().readers
 
     def read() -> None:
-        readers.add(threading.get_ident())
         try:
             reading.set_result(stream.peek(epoch))
         except BaseException as error:  # Raised again by the caller.
             reading.set_exception(error)
-        finally:
-            readers.discard(threading.get_ident())
 
     start_reader(read, "first-batch", threading.Event())
     meanwhile(stream, announced)
