@@ -4,19 +4,17 @@ import weakref
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
-from itertools import count
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 import jax
 import numpy as np
 
-from tnt_jax.data.agreement import Board, CoordinationBoard, gather, reader_stopped
+from tnt_jax.data.agreement import Board, CoordinationBoard, gather, reader_stopped, unique_name
 from tnt_jax.data.elements import as_batch
 from tnt_jax.data.layout import RankSlice, local_rows, num_batches, resolve_batch_size
 from tnt_jax.data.permutation import RowOrder
-from tnt_jax.data.ray.pieces import rows_of
-from tnt_jax.data.ray.row_stream import Request, RowStreams, Share
+from tnt_jax.data.ray.row_stream import Request, RowStreams, Share, rows_of
 from tnt_jax.data.ray.spec import RayData, is_ray_iterator
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.data.tables.columns import ColumnRoles
@@ -25,7 +23,6 @@ from tnt_jax.log import logger
 from tnt_jax.on_ray.require import import_ray
 
 _NAMESPACE = "tnt_jax"
-_names = Slot(count)
 
 
 class _Actor(NamedTuple):
@@ -55,7 +52,7 @@ class Connection:
 
     def __init__(self, dataset: Any, board: Board | None = None) -> None:
         self._board = CoordinationBoard() if board is None else board
-        self._name = f"ray/{next(_names.get())}" if board is None else "ray"
+        self._name = unique_name("ray") if board is None else "ray"
         self.process = self._board.process
         report = self._meet(dataset)[0]
         self.num_examples: int | None = report["num_examples"]
