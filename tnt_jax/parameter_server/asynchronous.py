@@ -5,7 +5,7 @@ Custom steps are called as in `tf.distribute.coordinator.ClusterCoordinator`.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tnt_jax.parameter_server.coordinator import Coordinator, Flight, GlobalBatch, Work
@@ -46,6 +46,25 @@ class Asynchronous:
             if not is_over or self.is_busy:
                 for work, report in self.advance():
                     is_over |= end(known.pop(work), [report])
+
+    def in_order(self, works: Iterable[Work], *, ahead: int) -> Iterator[Any]:
+        """Does work that changes nothing, at most `ahead` pieces; yields results in order."""
+        self.forget()
+        source = iter(works)
+        waiting: deque[Work] = deque()
+        done: dict[Work, Any] = {}
+        is_over = False
+        while waiting or not is_over:
+            while not is_over and len(waiting) < ahead and self.may_start():
+                if (work := next(source, None)) is None:
+                    is_over = True
+                    break
+                waiting.append(work)
+                self.start(work)
+            while waiting and waiting[0] in done:
+                yield done.pop(waiting.popleft())
+            if waiting or not self._coordinator.free:
+                done.update(self.advance())
 
     def settle(self) -> None:
         """Waits until the servers have made all updates."""

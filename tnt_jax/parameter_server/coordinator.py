@@ -5,8 +5,7 @@ from workers to servers, through Ray's object store.
 """
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,7 @@ from tnt_jax.keras_compat.callbacks import Callback
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.log import logger
 from tnt_jax.parameter_server.server import Snapshot
-from tnt_jax.parameter_server.server_group import Actors, ServerFailure, ServerGroup, Statistics
+from tnt_jax.parameter_server.server_group import Actors, ServerGroup, Statistics
 from tnt_jax.parameter_server.worker import Order, Share, WorkerModel
 from tnt_jax.train.contracts import Batch
 
@@ -296,40 +295,6 @@ class Coordinator:
         """Waits for work that nobody waits for any more, such as after an interrupt."""
         while self.flights or self._starting:
             self.wait()
-
-    def run_all(self, works: Iterable[Work], *, ahead: int) -> Iterator[Any]:
-        """Does work that changes nothing, at most `ahead` pieces; yields results in order."""
-        source = iter(works)
-        waiting: deque[Work] = deque()
-        redo: deque[Work] = deque()
-        done: dict[Work, Any] = {}
-        is_over = False
-        while waiting or not is_over:
-            while self.free and (redo or (not is_over and len(waiting) < ahead)):
-                work = redo.popleft() if redo else next(source, None)
-                if work is None:
-                    is_over = True
-                    break
-                if work.attempts == 0:
-                    waiting.append(work)
-                self.dispatch(work, self.by_speed()[0])
-            while waiting and waiting[0] in done:
-                yield done.pop(waiting.popleft())
-            if waiting or not self.free:
-                self._collect(done, redo)
-
-    def _collect(self, done: dict[Work, Any], redo: deque[Work]) -> None:
-        """Waits for work that changes nothing; what was lost is to be done again."""
-        try:
-            ended = self.wait()
-        except ServerFailure:
-            self.servers.go_on()
-            return
-        for flight, succeeded in ended:
-            if succeeded:
-                done[flight.work] = flight.result
-            else:
-                redo.append(flight.work)
 
 
 class SidecarEvaluation(Callback):

@@ -20,7 +20,7 @@ from tnt_jax.parameter_server.compression import to_wire
 from tnt_jax.parameter_server.coordinator import Coordinator, GlobalBatch, Work
 from tnt_jax.parameter_server.partition import Partitioner, plan_shards
 from tnt_jax.parameter_server.server import Layout, Snapshot, serve_optimizer
-from tnt_jax.parameter_server.server_group import despite_failures
+from tnt_jax.parameter_server.server_group import StalenessBound, despite_failures
 from tnt_jax.parameter_server.synchronous import Synchronous
 from tnt_jax.parameter_server.worker import (
     Report,
@@ -333,7 +333,8 @@ class ServedTrainer(Trainer):
                 first_row += group.num_rows
 
         ahead = 2 * len(self._coordinator.actors.workers)
-        for result in self._coordinator.run_all(works(), ahead=ahead):
+        on_workers = Asynchronous(self._coordinator, StalenessBound(None))
+        for result in on_workers.in_order(works(), ahead=ahead):
             yield *begun.popleft(), result
 
 
