@@ -21,6 +21,7 @@ from tnt_jax.sharded.pipeline.schedules import (
     Ends,
     axes_of,
     one_forward_one_backward,
+    take,
 )
 from tnt_jax.sharded.staging import at_stages
 from tnt_jax.train.contracts import Batch, LossTerm, Measured, Parts
@@ -154,13 +155,10 @@ class _Run:
             return self._gathering(of_whole, (shared, x, micro), self._others)
 
         def stage(layers: Any, x: Moving, m: jax.Array) -> Moving:
-            first = jax.lax.axis_index(STAGE_AXIS) * layers[0].shape[0]
-            micro = [jax.lax.dynamic_index_in_dim(a, m, 0, False) for a in micro_batches]
-
             def of_whole(args: Any) -> Moving:
-                return loop.stage(*args, first=first, policy=self._policy)
+                return loop.stage(*args, policy=self._policy)
 
-            return self._gathering(of_whole, (layers, x, micro), loop.indices)
+            return self._gathering(of_whole, (layers, x, take(micro_batches, m)), loop.indices)
 
         return one_forward_one_backward(Ends(enter, leave), stage, shared, layers, micro_batches)
 

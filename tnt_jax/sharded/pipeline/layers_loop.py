@@ -25,7 +25,7 @@ from tnt_jax.sharded.blocks.tracing import (
     trace,
     variables_in,
 )
-from tnt_jax.sharded.pipeline.schedules import axes_of
+from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS, axes_of
 from tnt_jax.train.state_arrays import state_arrays
 
 
@@ -186,7 +186,7 @@ class LayersLoop:
         return Moving(values.read(self._operands.carried), values.read(self._extras))
 
     def stage(
-        self, layers: Sequence[Any], x: Moving, micro: Sequence[Any], *, first: Any, policy: Any
+        self, layers: Sequence[Any], x: Moving, micro: Sequence[Any], *, policy: Any
     ) -> Moving:
         """Returns what consecutive layers make of `x`; without `policy` they keep everything."""
         axes = axes_of([x, layers])
@@ -197,6 +197,7 @@ class LayersLoop:
         needed = [v for v in self._given if v not in known]
         values.run(_leading_to(needed, self._others))
         length = layers[0].shape[0]
+        first = jax.lax.axis_index(STAGE_AXIS) * length
         others = values.read(self._other_items)
         own = iter(jax.lax.dynamic_slice_in_dim(v, first, length) for v in others)
         of_layers = dict(zip(self._layers, layers, strict=True))

@@ -18,7 +18,7 @@ from tnt_jax import _jax
 from tnt_jax.adapters.base import Applied
 from tnt_jax.sharded.blocks.tracing import variables_in
 from tnt_jax.sharded.pipeline.layers_loop import LayersLoop, Moving, example_of
-from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS, axes_of, bubble_share, gpipe
+from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS, axes_of, bubble_share, gpipe, take
 from tnt_jax.train.contracts import Apply
 from tnt_jax.train.state_arrays import state_arrays
 from tnt_jax.train.steps.micro_batches import MicroRows
@@ -151,13 +151,8 @@ def _in_turn(
     entered = jax.lax.map(partial(loop.enter, leaves), micro_leaves)
 
     def stage(layers: list[Any], carried: list[Any], m: jax.Array) -> list[Any]:
-        extras, micro = jax.tree.map(
-            lambda x: jax.lax.dynamic_index_in_dim(x, m, 0, keepdims=False),
-            (entered.extras, micro_leaves),
-        )
-        first = jax.lax.axis_index(STAGE_AXIS) * layers[0].shape[0]
-        x = Moving(carried, extras)
-        return inner.stage(layers, x, micro, first=first, policy=policy).carried
+        extras, micro = take((entered.extras, micro_leaves), m)
+        return inner.stage(layers, Moving(carried, extras), micro, policy=policy).carried
 
     def leave(args: Any) -> list[Any]:
         carried, extras, micro = args

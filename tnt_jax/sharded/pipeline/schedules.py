@@ -55,13 +55,13 @@ def gpipe(stage: Stage, layers: Any, micro_batches: Any, *, axis_name: str = STA
     num_stages, index = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
 
     def tick(received: Any, t: jax.Array) -> tuple[Any, Any]:
-        fed = _take(micro_batches, jnp.minimum(t, num_micro_batches - 1))
+        fed = take(micro_batches, jnp.minimum(t, num_micro_batches - 1))
         m = jnp.clip(t - index, 0, num_micro_batches - 1)
         outputs = stage(layers, _select(index == 0, fed, received), m)
         return _send(outputs, axis_name, by=1), outputs
 
     # Zeros may have no finite result in a layer that divides by a norm; a real input has one.
-    start = _jax.vary(_take(micro_batches, 0), axes_of((layers, micro_batches), axis_name))
+    start = _jax.vary(take(micro_batches, 0), axes_of((layers, micro_batches), axis_name))
     _, outputs = jax.lax.scan(tick, start, jnp.arange(num_micro_batches + num_stages - 1))
     leaving = jax.tree.map(lambda x: x[num_stages - 1 :], outputs)
     zeros = jax.tree.map(jnp.zeros_like, leaving)
@@ -139,7 +139,7 @@ def one_forward_one_backward(
     def forward(run: _Run, m: jax.Array) -> tuple[_Run, Any, Any]:
         x = jax.lax.cond(
             is_first,
-            lambda: _jax.vary(ends.enter(shared, _take(micro_batches, m)), axes),
+            lambda: _jax.vary(ends.enter(shared, take(micro_batches, m)), axes),
             lambda: run.x,
         )
         # The last stage computes its layers in the backward slot, together with their gradients.
@@ -147,7 +147,7 @@ def one_forward_one_backward(
         return run._replace(kept=_put(run.kept, x, m % num_stages)), outputs, run.grad_x
 
     def backward(run: _Run, m: jax.Array) -> tuple[_Run, Any, Any]:
-        x, micro_batch = _take(run.kept, m % num_stages), _take(micro_batches, m)
+        x, micro_batch = take(run.kept, m % num_stages), take(micro_batches, m)
 
         def loss_of(shared: Any, layers: Any, x: Any) -> tuple[jax.Array, Any]:
             return _jax.vary(ends.leave(shared, stage(layers, x, m), micro_batch), axes)
@@ -236,7 +236,8 @@ def _select(condition: jax.Array, yes: Any, no: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
 
 
-def _take(tree: Any, index: jax.Array | int) -> Any:
+def take(tree: Any, index: jax.Array | int) -> Any:
+    """Returns the item with an index, such as a micro-batch, of stacked arrays."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
 
 
