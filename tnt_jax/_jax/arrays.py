@@ -267,10 +267,7 @@ def shard_rows(tree: Any, mesh: Mesh) -> Any:
 
 
 def put(tree: Any, shardings: Any) -> Any:
-    """Places each array with its own sharding; host arrays must be the same on every process.
-
-    An object with a method `region` gives the parts that this process needs.
-    """
+    """Places each array, equal on all processes, with its sharding, or parts by its `region`."""
 
     def put_one(x: Any, sharding: NamedSharding) -> jax.Array:
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):

@@ -22,10 +22,7 @@ def keep_all_but_gathered(function: Callable) -> Callable:
 
 
 def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Returns whether results of a primitive are kept for backpropagation.
-
-    Gathered arrays are not, and neither are reshaped ones, which may be gathered arrays.
-    """
+    """Returns whether results are kept for backpropagation: none that may be a gathered array."""
     return not primitive.name.startswith("all_gather") and primitive.name not in PLAIN
 
 
@@ -90,10 +87,7 @@ def mapped_axes() -> list[str]:
     lost="Gradients that pmap or psum have summed before pass unnoticed.",
 )
 def was_summed(x: Any, axis_name: str) -> bool:
-    """Returns whether a traced value is a sum over an axis, perhaps scaled or reshaped since.
-
-    It finds sums in the function that is traced, outside of `jit` within it.
-    """
+    """Returns whether a traced value is a sum over an axis, perhaps scaled or reshaped since."""
     # Private. Checked with JAX 0.10.2 and 0.12.0. Tracers of older versions lack it.
     equation = getattr(x, "parent", None)
     if equation is None:

@@ -42,10 +42,7 @@ _caller = Slot[Callable[[Callable[[], Any]], Any] | None](lambda: None, lasts=Tr
 
 
 def call_service_by(caller: Callable[[Callable[[], Any]], Any]) -> None:
-    """Has the calls of the coordination service of this job made by a function.
-
-    A call waits for ever if the service was in a process that is lost.
-    """
+    """Has calls of the job's coordination service made by a function, as they may wait for ever."""
     _caller.set(caller)
 
 
@@ -248,10 +245,7 @@ def leave_job() -> None:
 
 @cache
 def stop_threads_that_fail() -> None:
-    """Has threads of C++ wait for ever that would end this process by an uncaught error.
-
-    While the interpreter ends, the main thread waits as well, as nothing distinguishes it then.
-    """
+    """Has threads of C++ wait for ever that would end this process by an uncaught error."""
     # The handler of jaxlib's library of C++; std::set_terminate, by its name in the library.
     set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
     set_terminate.restype = ctypes.c_void_p

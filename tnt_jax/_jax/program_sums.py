@@ -125,10 +125,7 @@ def _group_size(operation: Any) -> int:
 
 
 def _call_each_once(ir: Any, module: Any, num_devices: int) -> None:
-    """Gives each call of a function with sums a function of its own.
-
-    Sums of two calls may run at the same time, and must be told apart.
-    """
+    """Gives each call of a function with sums its own function, as two may run at once."""
     functions = {
         _symbol(function, "sym_name"): function
         for function in module.body.operations
@@ -174,10 +171,7 @@ def _symbol(operation: Any, attribute: str) -> str:
 
 
 def _groups(function: Any, num_devices: int) -> list[list[Any]]:
-    """Returns the sums of a function; those that do not depend on one another are together.
-
-    Operations are reordered such that the sums of a group follow one another.
-    """
+    """Returns the sums of a function in groups of independent ones, moved to follow one another."""
     groups: dict[Any, list[Any]] = {}
     for block in list(_blocks(function.operation)):
         operations = [operation.operation for operation in block.operations]

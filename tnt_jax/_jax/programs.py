@@ -40,10 +40,7 @@ _SILENT = ("pvary", "pcast", "axis_index")
 
 
 def check_local(function: Callable, *args: Any, advice: str) -> None:
-    """Raises a ValueError if `function`, inside `shard_map`, communicates over the data axis.
-
-    The message ends with `advice`.
-    """
+    """Raises a ValueError, ending with `advice`, if `function` communicates over the data axis."""
     primitive = _communication(jax.make_jaxpr(refusing_draws(function))(*args).jaxpr)
     if primitive is not None:
         raise ValueError(
@@ -52,10 +49,7 @@ def check_local(function: Callable, *args: Any, advice: str) -> None:
 
 
 def refusing_draws(function: Callable) -> Callable:
-    """Returns a function that raises a ValueError if `function` draws random numbers.
-
-    It does so only where they cannot be drawn per row of the global batch.
-    """
+    """Returns a function that refuses random numbers if they cannot be drawn per global row."""
     if threefry2x32_p is not None:
         return function
 
@@ -74,10 +68,7 @@ def refusing_draws(function: Callable) -> Callable:
 
 
 def check_axes(jaxpr: Any, *, advice: str) -> None:
-    """Raises a ValueError if a program communicates over some axes of the ranks, but not over all.
-
-    The message ends with `advice`.
-    """
+    """Raises a ValueError, ending with `advice`, if a program communicates over some axes alone."""
     axes = rank_axes()
     expected = {axes} if isinstance(axes, str) else set(axes)
     for equation in _equations(jaxpr):
@@ -109,10 +100,7 @@ def without_dead_code(jaxpr: Any) -> Any:
 
 
 def needed_operands(traced: Any, results: Any) -> Any:
-    """Returns which operands of a traced function some of its results are computed from.
-
-    Both are flags in the place of the leaves of the results and of the positional arguments.
-    """
+    """Returns flags: which positional arguments the results that are flagged are computed from."""
     _, needed = _eliminated(traced.jaxpr.jaxpr, jax.tree.leaves(results))
     positional, _ = jax.tree.unflatten(jax.tree.structure(traced.in_avals), needed)
     return positional
@@ -204,10 +192,7 @@ def run_equation(equation: Any, operands: list[Any]) -> list[Any]:
 
 
 def draws_in(jaxpr: Any, key_dtype: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns what a program draws by keys of a dtype, in order, and the shape.
-
-    It is `"random_bits"` or `"random_split"`.
-    """
+    """Returns what a program draws by keys of a dtype, such as `random_bits`, and the shapes."""
     return [
         (equation.primitive.name, tuple(equation.params["shape"]))
         for equation in _equations(jaxpr)
@@ -321,10 +306,7 @@ _SAME_VALUES = ("convert_element_type", "reshape", "broadcast_in_dim", "transpos
 
 
 def looked_up(jaxpr: Any, labels: Mapping[Any, Any]) -> Iterator[tuple[Any, int]]:
-    """Yields the tables that `jnp.take` reads by labelled variables, NaN beyond their ends.
-
-    They are given as the label of the indices and the number of entries of the table.
-    """
+    """Yields label and size of the tables that `jnp.take` reads by labelled indices, NaN beyond."""
     labels = dict(labels)
     for equation in jaxpr.eqns:
         given = [labels.get(x) if isinstance(x, Var) else None for x in equation.invars]
@@ -345,10 +327,7 @@ def _filled_sizes(jaxpr: Any) -> Iterator[int]:
 
 
 def bytes_of_products(jaxpr: Any) -> int:
-    """Returns the bytes of all products of matrices, convolutions and rows of tables.
-
-    What a loop computes counts as often as it runs, if the program says how often.
-    """
+    """Returns the bytes of products, convolutions and looked-up rows; loops count each time."""
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("dot_general", "conv_general_dilated", "gather"):
@@ -359,10 +338,7 @@ def bytes_of_products(jaxpr: Any) -> int:
 
 
 def operations_of_products(jaxpr: Any) -> int:
-    """Returns how many numbers are multiplied in all products of matrices and convolutions.
-
-    What a loop computes counts as often as it runs, if the program says how often.
-    """
+    """Returns the multiplications of products and convolutions; loops count each time."""
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
@@ -453,9 +429,6 @@ def convolutions_in(jaxpr: Any) -> list[Any]:
 
 
 def unjitted(jitted: Any) -> Callable:
-    """Returns the function behind `jax.jit`.
-
-    A program with compiler options cannot be called within another.
-    """
+    """Returns the function behind `jax.jit`, as options keep it from being called in another."""
     # Undocumented, but the convention of functools.wraps. Checked with JAX 0.10.0 to 0.12.0.
     return jitted.__wrapped__

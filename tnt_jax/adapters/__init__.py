@@ -46,10 +46,7 @@ def wrap(
 def adapter_for(
     module: Any, *, variables: Mapping[str, Any] | None = None, synchronize_batch_norm: bool = False
 ) -> Adapter:
-    """Returns the adapter for a model of any supported library.
-
-    `variables`, to start from, are for Linen modules, which hold none themselves.
-    """
+    """Returns the adapter for a model; `variables` to start from are for Linen modules alone."""
     if isinstance(module, type):
         raise TypeError(
             f"tnt_jax.Model needs a module, but got the class {module.__name__}. Create one: "

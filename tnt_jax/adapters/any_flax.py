@@ -14,10 +14,7 @@ from tnt_jax.adapters.nnx import batch_norm_of
 
 @contextmanager
 def padding_left_out(mask: jax.Array | None) -> Iterator[None]:
-    """Keeps padded rows out of the statistics of all `BatchNorm`s in the `with` block.
-
-    These rows have a 0 in the mask, float32 `[rows]`, which is None if there are none.
-    """
+    """Keeps rows with a 0 in the mask, if any, out of the statistics of all `BatchNorm`s."""
     if mask is None:
         yield
         return

@@ -124,10 +124,7 @@ class Adapter(Protocol):
         ...
 
     def axis_names(self) -> Mapping[str, tuple[str | None, ...]]:
-        """Returns the logical names that a model gives the dimensions of parameters, by path.
-
-        Names that stand beside the arrays, as in Linen, are left out.
-        """
+        """Returns logical names of the dimensions of parameters by path, but for Linen's boxes."""
         return {}
 
     def held_variables(self) -> Mapping[str, Any]:
@@ -139,10 +136,7 @@ class Adapter(Protocol):
         return {}
 
     def metric_results(self, sums: Any) -> dict[str, float]:
-        """Returns the results of the model's own metrics by name.
-
-        `sums` are those of `Applied.increments` over rows, ranks and steps.
-        """
+        """Returns the results of the model's own metrics, from sums of `Applied.increments`."""
         return {}
 
     def export(self, variables: Variables) -> Any:
@@ -154,10 +148,7 @@ class Adapter(Protocol):
         return False
 
     def has_assigned(self) -> bool:
-        """Returns whether arrays were assigned to the user's object since last read or written.
-
-        Training asks before each step.
-        """
+        """Returns whether arrays were assigned to the user's object since last read."""
         return False
 
     def with_assigned(self, variables: Variables) -> Variables:

@@ -96,10 +96,7 @@ class KerasAdapter(Adapter):
         )
 
     def init(self, inputs: Any, *, seed: int) -> Variables:
-        """Returns the variables of the model.
-
-        A model that is not built yet is built for inputs like `inputs`, with Keras's own seeds.
-        """
+        """Returns the variables of the model, which is built for such inputs if need be."""
         self.attach(inputs)
         self._seen = self._held_arrays()
         values = {id(v): np.array(v.value) for v in self.module.variables}
@@ -246,10 +243,7 @@ class KerasAdapter(Adapter):
         return _Call(outputs, {id(v): scope.get_current_value(v) for v in variables}, losses)
 
     def _find_kinds(self, inputs: Any, *, train: bool) -> tuple[Kind, ...]:
-        """Returns the kinds of the losses that the model adds, from a small batch of random rows.
-
-        Weight regularizers alone need no test.
-        """
+        """Returns the kinds of the losses that the model adds, from a few random rows."""
         values = {id(v): v.value for v in self._all_variables()}
         rows = jax.tree.map(_probe_rows, inputs)
         losses = jax.eval_shape(lambda rows: self._call(values, rows, train=train).losses, rows)
@@ -278,10 +272,7 @@ class KerasAdapter(Adapter):
     def _increments(
         self, values: dict[int, Any], mask: jax.Array | None, num_rows: int
     ) -> list[list[jax.Array]]:
-        """Returns what this rank adds to the variables of the layers' metrics.
-
-        Means weight the ranks by their real rows.
-        """
+        """Returns what this rank adds to layers' metrics: means by its share of real rows."""
         real = jnp.asarray(float(num_rows)) if mask is None else jnp.sum(mask)
         share = real / psum(real)
         factors = [

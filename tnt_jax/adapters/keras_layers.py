@@ -58,10 +58,7 @@ _AUTOMATIC = re.compile(r"variable(_\d+)?")
 def paths_of(
     model: keras.Model, variables: Sequence[keras.Variable]
 ) -> "OrderedDict[VariablePath, keras.Variable]":
-    """Returns the variables of a model by path, in their order.
-
-    Equal paths, which occur in subclassed models, are numbered.
-    """
+    """Returns the variables of a model by path, in their order; equal paths are numbered."""
     names = _names(model)
     seen: Counter[str] = Counter()
     paths = OrderedDict()
@@ -74,10 +71,7 @@ def paths_of(
 
 
 def _names(model: keras.Model) -> dict[int, str]:
-    """Returns the names of the variables of all layers by `id`.
-
-    A layer that is used several times has the name of its first use.
-    """
+    """Returns the names of all layers' variables by `id`; the first use of a layer names it."""
     names: dict[int, str] = {}
     seen: set[int] = set()
 

@@ -29,10 +29,7 @@ _PARAM_CODES = [code for code in Scope.param.__code__.co_consts if isinstance(co
 
 
 class InitializerShapes:
-    """Stands for `jax.eval_shape` while a module is traced, and remembers shapes of parameters.
-
-    In every trace of a module, Flax traces the initializer of each parameter to compare shapes.
-    """
+    """Stands for `jax.eval_shape`: Flax traces each initializer again in every trace."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Any] = {}

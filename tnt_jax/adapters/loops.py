@@ -24,10 +24,7 @@ _lock = threading.RLock()
 
 @contextmanager
 def replaced(owner: Any, functions: dict[str, Callable]) -> Iterator[None]:
-    """Replaces attributes that a module or class defines itself in the `with` block.
-
-    Other threads that call them meanwhile get the originals.
-    """
+    """Replaces attributes that a module or class defines itself, in this thread alone."""
     thread = threading.get_ident()
     with _lock:
         # As they are stored: reading a static method through its class would unwrap it.
@@ -57,10 +54,7 @@ _scan, _while_loop, _fori_loop, _cond = (
 
 
 def with_varying_loops(apply: Callable) -> Callable:
-    """Decorates a forward pass: its `jax.lax` loops and branches carry varying values.
-
-    Varying values may differ between ranks.
-    """
+    """Decorates a forward pass: `jax.lax` loops and branches carry values that differ by rank."""
 
     @functools.wraps(apply)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -81,10 +75,7 @@ def with_varying_loops(apply: Callable) -> Callable:
 
 
 def with_draws_by_row(apply: Callable) -> Callable:
-    """Decorates an adapter's `apply`: its key draws per row of the global batch.
-
-    The adapter's attribute `draws` keeps what is known of them.
-    """
+    """Decorates an adapter's `apply`: its key draws per row of the global batch, by `draws`."""
 
     @functools.wraps(apply)
     def wrapped(

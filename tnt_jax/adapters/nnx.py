@@ -77,11 +77,7 @@ class NnxAdapter(Adapter):
         train: bool,
         mask: jax.Array | None,
     ) -> Applied:
-        """Returns the module's forward pass over this rank's rows; see `Adapter.apply`.
-
-        The module is in its mode `train()` or `eval()`; if its call takes a flag such as `train`,
-        the flag is passed, too.
-        """
+        """Returns the module's forward pass, in `train()` or `eval()`; see `Adapter.apply`."""
         random = reseeded(self._random, key)
         # A copy, because the variables of the user's own object belong to another trace.
         variables = self._state(Variables(params, model_state))
@@ -192,10 +188,7 @@ class _BatchNormOfRealRows(nnx.BatchNorm):
 
 
 def batch_norm_of(real_rows: jax.Array) -> Callable:
-    """Returns a replacement of `nnx.BatchNorm.__call__` that leaves out padded rows.
-
-    These rows have a 0 in `real_rows`, float32 `[rows]`.
-    """
+    """Returns an `nnx.BatchNorm.__call__` that leaves out rows with a 0 in `real_rows`."""
     original = nnx.BatchNorm.__call__
 
     def call(
@@ -343,10 +336,7 @@ class OpenModule:
         self._random = random if key is None else reseeded(random, key)
 
     def pure(self, loss_fn: Callable) -> Callable:
-        """Returns a function of the parameters that calls `loss_fn` with a copy of the module.
-
-        Its result is a pair: the result of `loss_fn`, and the other variables after the call.
-        """
+        """Returns a function of parameters: `loss_fn`'s result, and other variables after it."""
 
         def function(params: nnx.State, *args: Any, **kwargs: Any) -> tuple[Any, nnx.State]:
             module = nnx.merge(self._graph, params, self._random, self._rest, copy=True)

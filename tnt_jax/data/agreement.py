@@ -106,10 +106,7 @@ def gather(board: Board, name: str, value: Any) -> list[Any]:
 
 
 class Exchange:
-    """A sequence of rounds: in each, every process posts one report and reads those of all.
-
-    Its name is unique, and the same on all processes.
-    """
+    """Rounds in which every process posts one report and reads those of all; its name is unique."""
 
     def __init__(self, board: Board, name: str) -> None:
         self._board = board

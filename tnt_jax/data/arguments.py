@@ -28,10 +28,7 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def is_arrays(x: Any) -> bool:
-    """Returns whether `x` is an array, or a dict, tuple or list of arrays, not a stream of batches.
-
-    A list or tuple whose elements are tuples or dicts is a stream: each element is a batch.
-    """
+    """Returns whether `x` is an array, or a dict, tuple or list of arrays; no stream of batches."""
     if isinstance(x, Mapping):
         return bool(x) and all(is_arrays(value) for value in x.values())
     if isinstance(x, (tuple, list)):
@@ -46,10 +43,7 @@ def is_arrays(x: Any) -> bool:
 
 
 def takes_batch_size(x: Any) -> bool:
-    """Returns whether data has no batches of its own, so that a call gives their size.
-
-    It is true of arrays, and of Ray datasets and iterators without a `RayData`.
-    """
+    """Returns whether data has no batches of its own: arrays, and Ray data without a `RayData`."""
     return is_arrays(x) or is_ray_dataset(x) or is_ray_iterator(x)
 
 
@@ -77,10 +71,7 @@ def is_tf_dataset(x: Any) -> bool:
 
 
 def check_arguments(x: Any, y: Any, sample_weight: Any) -> None:
-    """Raises a ValueError if an array holds no numbers, or a list holds rows.
-
-    Data that is no arrays is not checked.
-    """
+    """Raises a ValueError if an array holds no numbers, or a list holds rows; other data passes."""
     if as_dense(x) is not x or as_dense(y) is not y:
         raise ValueError(
             "x or y is one sparse array, but a batch is dense. Pass a generator or a PyDataset "

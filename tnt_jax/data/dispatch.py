@@ -33,17 +33,7 @@ _Spec = TypeVar("_Spec", RandomAccess, RayData)
 
 
 def as_source(x: Any, y: Any, sample_weight: Any, options: ReadOptions) -> Source:
-    """Returns a source of global batches `(inputs, targets, weight)`.
-
-    Args:
-        x: Arrays (or a dict, tuple or list of arrays), a `tf.data.Dataset` (or a `TfData` of one),
-            a random-access dataset of examples (or a `RandomAccess` of one), a Ray dataset or
-            `DataIterator` (or a `RayData` of one), a Keras `PyDataset`, an iterable of batches such
-            as a `DataLoader`, or a source.
-        y: Targets for arrays; None otherwise.
-        sample_weight: Weights for arrays; None otherwise.
-        options: How the data is to be read.
-    """
+    """Returns a source of global batches `(inputs, targets, weight)` of what `fit` was passed."""
     if x is None:
         raise ValueError("x is missing: pass arrays, a tf.data.Dataset, or an iterable of batches.")
     if options.reproducible and not options.distribute:
@@ -123,10 +113,7 @@ def _warn_of_own_shards() -> None:
 
 
 def gives_examples(x: Any) -> bool:
-    """Returns whether `x` gives single examples by index.
-
-    Such datasets are TFDS and Grain data sources, PyTorch map-style datasets and the like.
-    """
+    """Returns whether `x` gives examples by index, as TFDS, Grain and PyTorch datasets do."""
     has_items = hasattr(x, "__len__") and hasattr(x, "__getitem__")
     if (
         not has_items

@@ -133,10 +133,7 @@ class ShardSource:
                 )
 
     def _check_forms(self, reports: list[Report]) -> None:
-        """Refuses batches with different structures in one step.
-
-        A shard that has ended repeats rows of its first batch.
-        """
+        """Refuses batches with different structures in one step; ended shards have their first."""
         self._first_forms = self._first_forms or [report.batches[0] for report in reports]
         for step in range(max(len(report.batches) for report in reports)):
             pairs = zip(reports, self._first_forms, strict=True)

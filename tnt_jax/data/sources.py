@@ -96,10 +96,7 @@ class HostBatch(NamedTuple):
     shards: tuple[slice, ...] | None = None
 
     def masked(self, is_good: np.ndarray | bool = True) -> "HostBatch":
-        """Returns the batch with a mask, which is 0 for bad rows, too.
-
-        Where one process may have bad rows, the mask is there always: all run one program.
-        """
+        """Returns the batch with a mask in any case, for one program on all; 0 for bad rows."""
         rows = len(jax.tree.leaves(self.data)[0])
         mask = np.ones(rows, np.float32) if self.mask is None else self.mask
         return self._replace(mask=mask * is_good)
@@ -131,11 +128,7 @@ class Source(Protocol):
 
 
 class ArraySource:
-    """Batches of a pytree of arrays `[examples, ...]`, which may have None as an empty subtree.
-
-    Shuffled, each epoch has its own order, drawn from `(seed, epoch)` and the same on every
-    process.
-    """
+    """Batches of arrays `[examples, ...]`; a shuffled order follows from `(seed, epoch)`."""
 
     in_memory = True
 
@@ -328,10 +321,7 @@ def _length(batches: Iterable[Any]) -> int | None:
 def announced_batch(
     rows: Any, rank_slice: RankSlice, global_batch_size: int | None, num_examples: int | None
 ) -> HostBatch | None:
-    """Returns zeros in the form in which the first batch should come; None if that is not known.
-
-    `rows` is a tree of arrays `[0, ...]` with the shapes and dtypes of rows, or None.
-    """
+    """Returns zeros like the first batch, from arrays `[0, ...]` like its rows; None if unknown."""
     if rows is None or global_batch_size is None:
         return None
     num_rows = global_batch_size if num_examples is None else min(global_batch_size, num_examples)

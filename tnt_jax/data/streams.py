@@ -31,11 +31,7 @@ _MESSAGE_SHARE = 0.05
 def read_in_lockstep(
     items: Iterator[HostBatch], source: Source, *, where: str, first_step: int = 1
 ) -> Iterator[HostBatch]:
-    """Returns batches that are checked by `in_lockstep`, unless they agree anyway.
-
-    All processes must call it equally often. Arrays of equal length give equal batches, and shards
-    have their own agreement.
-    """
+    """Returns batches checked by `in_lockstep`, where processes may differ; all call it alike."""
     if jax.process_count() == 1 or source.in_memory or getattr(source, "is_in_lockstep", False):
         return items
     exchange = Exchange(CoordinationBoard(), unique_name("batches"))
@@ -45,11 +41,7 @@ def read_in_lockstep(
 def in_lockstep(
     items: Iterator[HostBatch], exchange: Exchange, *, where: str, first_step: int = 1
 ) -> Iterator[HostBatch]:
-    """Yields batches as long as all processes have the same ones; else raises an error on all.
-
-    The exchange is used for nothing else; the pass over the data and the number of the first batch
-    are for messages.
-    """
+    """Yields batches as long as all processes have the same ones; else raises an error on all."""
     reader = ReadAhead(items, lambda item: (item.num_rows, describe(item)))
     size = 1
     step = first_step
@@ -189,10 +181,7 @@ class EpochStream:
         return self._begin(epoch)
 
     def seek(self, epoch: int, batch: int, *, first_epoch: int) -> None:
-        """Continues the next `epoch(epoch)` after `batch` batches.
-
-        It is as if everything from `first_epoch` on, with which the stream begins, had been read.
-        """
+        """Continues the next `epoch(epoch)` after `batch` batches, as if the others were read."""
         if (epoch, batch) != (first_epoch, 0):
             self._resumed = (epoch, self._from(epoch, batch, first_epoch))
 
@@ -258,10 +247,7 @@ def only_full(items: Iterator[HostBatch], source: Source) -> Iterator[HostBatch]
 
 
 def full_batches(stream: EpochStream, *, first_epoch: int = 0) -> Iterator[HostBatch]:
-    """Yields the full batches of epoch after epoch without an end, for steps that are timed.
-
-    A ValueError says that the data have come to an end.
-    """
+    """Yields the full batches of epoch after epoch; a ValueError says that the data have ended."""
     for epoch in count(first_epoch):
         is_empty = True
         for item in only_full(stream.epoch(epoch), stream.source):

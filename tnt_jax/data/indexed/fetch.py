@@ -125,10 +125,7 @@ def stack_examples(examples: Sequence[Any]) -> Any:
 
 
 def take_rows(batch: Any, indices: np.ndarray) -> Any:
-    """Returns the rows of `batch` at `indices`, which may repeat, in that order.
-
-    Consecutive rows are a view, without a copy.
-    """
+    """Returns rows of `batch`, which may repeat, in order; consecutive ones without a copy."""
     first = int(indices[0])
     count = len(indices)
     if np.array_equal(indices, np.arange(first, first + count)):
@@ -227,10 +224,7 @@ class Recipe:
 
 
 def example_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
-    """Returns the random generator of one example in one epoch.
-
-    It is the same on any process, worker and number of devices.
-    """
+    """Returns the random generator of one example in one epoch, the same on any process."""
     key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF, epoch], np.uint64)
     return np.random.Generator(
         np.random.Philox(key=key, counter=np.array([0, 0, 0, index], np.uint64))

@@ -72,10 +72,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Share:
-    """The rows of a global batch that a process feeds, without repetitions.
-
-    `num_rows` are the real rows of the whole global batch; 0 behind the end of the pass.
-    """
+    """The rows of a batch that a process feeds, none twice; `num_rows` is 0 behind the end."""
 
     num_rows: int
     pieces: list[Piece]
@@ -144,10 +141,7 @@ class RowStream:
         return not self._readers
 
     def checksums(self, number: int, roles: ColumnRoles) -> tuple[int, int | None]:
-        """Returns checksums of the rows at the beginning of a pass; see `ColumnRoles.checksums`.
-
-        The process that asks has asked for the first batch, and for no other yet.
-        """
+        """Returns checksums of the rows at the beginning of a pass, after its first request."""
         if number not in self._checksums:
             pieces = self._passes[number].beginning(_CHECKED_ROWS)
             blocks = import_ray("RayData").get([piece.block for piece in pieces])

@@ -29,10 +29,7 @@ def shard_source(
     micro_batch_size: int | None = None,
     board: Board | None = None,
 ) -> ShardSource:
-    """Returns the source of the rows that Ray gives this process.
-
-    `spec` is of a `DataIterator`, or of a dataset of this process's own.
-    """
+    """Returns the source of the rows that Ray gives this process."""
     _check_count(spec.dataset, num_processes)
     if is_ray_shard(spec.dataset) and role() == "worker":
         _warn_of_equal_shards()

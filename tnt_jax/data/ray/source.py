@@ -205,10 +205,7 @@ class RaySource:
         )
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
-        """Yields this process's rows of each global batch, from batch `start_batch` on.
-
-        The tasks of the dataset make the rows before it, too, but these do not come to this node.
-        """
+        """Yields this process's rows of each global batch, from batch `start_batch` on."""
         number, self._num_passes = self._num_passes, self._num_passes + 1
         with closing(self._shares(number, epoch, start_batch)) as shares:
             for share in shares:

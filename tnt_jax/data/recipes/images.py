@@ -157,10 +157,7 @@ def random_crop_and_flip(jpeg: Any, seed: Any, *, size: int = 224) -> Any:
 
 
 def central_crop(jpeg: Any, *, size: int = 224, short_side: int = 256) -> Any:
-    """Decodes a JPEG, resizes its shorter side to `short_side`, and crops the centre.
-
-    The result is float32 `[size, size, 3]`, values from 0 to 255.
-    """
+    """Returns the centre of a JPEG whose shorter side is `short_side`: float32, 0 to 255."""
     if short_side < size:
         raise ValueError(f"short_side ({short_side}) must be at least size ({size}).")
     image = tf.io.decode_jpeg(jpeg, channels=3, dct_method=_TRANSFORM)

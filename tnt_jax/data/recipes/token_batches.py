@@ -17,10 +17,7 @@ from tnt_jax.log import logger
 
 
 def inputs_and_targets(sources: np.ndarray, targets: np.ndarray) -> Any:
-    """Returns `((sources, targets), targets)` for a translation model.
-
-    The model reads both and predicts the targets.
-    """
+    """Returns `((sources, targets), targets)`: a translation model reads both."""
     return (sources, targets), targets
 
 
@@ -130,18 +127,12 @@ class TokenBatchSource:
         }
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
-        """Yields this process's rows of the batches of `epoch`, from `start_batch` on.
-
-        Earlier batches cost nothing.
-        """
+        """Yields this process's rows of the batches of `epoch`, from `start_batch` on alone."""
         for batch in self._plan(epoch)[start_batch:]:
             yield self._host_batch(batch)
 
     def _plan(self, epoch: int) -> list[_Batch]:
-        """Returns the batches of an epoch in the order in which the shuffled pairs complete them.
-
-        Incomplete batches come last.
-        """
+        """Returns the batches of an epoch as shuffled pairs complete them; incomplete ones last."""
         size = len(self._bucket_of)
         order = np.arange(size)
         if self._spec.shuffle:

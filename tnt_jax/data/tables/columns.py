@@ -18,10 +18,7 @@ Batch = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ColumnRoles:
-    """Which columns are inputs, targets and weights.
-
-    Without names, `x`, `y` and `sample_weight` are, if there are such columns.
-    """
+    """Which columns are inputs, targets and weights; by default `x`, `y` and `sample_weight`."""
 
     inputs: Names | None
     targets: Names | None
@@ -38,11 +35,7 @@ class ColumnRoles:
         )
 
     def names(self, columns: Sequence[str]) -> list[str]:
-        """Returns the columns that are used; none if all of them may be.
-
-        Raises:
-            ValueError: If a name is that of no column.
-        """
+        """Returns the columns used; none if all may be. A ValueError names one that is missing."""
         table = dict.fromkeys(columns)
         roles = {
             "inputs": self.inputs,

@@ -25,10 +25,7 @@ from tnt_jax.log import logger
 
 
 def run_to_run_differences(stream: Any) -> list[str]:
-    """Returns a clause for each operation whose elements or order may differ between two runs.
-
-    Python functions, files and generators are not checked.
-    """
+    """Returns a clause for each operation that may differ between two runs, but for Python code."""
     operations = private.operations(stream)
     return list(dict.fromkeys(reason for each in operations for reason in _reasons(each)))
 
@@ -112,10 +109,7 @@ class Batching:
 
 
 def batching_of(dataset: Any) -> Batching | None:
-    """Returns how the dataset is batched, or None if its elements are single examples.
-
-    The last batching operation decides.
-    """
+    """Returns how the last batching operation batches; None if elements are single examples."""
     try:
         return _batching_by_operations(dataset)
     except private.Unreadable as error:

@@ -112,10 +112,7 @@ def is_parallel(dataset: Any) -> bool:
 
 
 def asks_for_any_order(dataset: Any) -> bool:
-    """Returns whether the last operation of `dataset` was made with `deterministic=False`.
-
-    An interleave does not tell. An operation that `PARAMETERS` does not list is asked as well.
-    """
+    """Returns whether the last operation has `deterministic=False`; an interleave does not tell."""
     kind = type(dataset).__name__
     if "deterministic" in PARAMETERS.get(kind, ()):
         return parameter(dataset, "deterministic") == "false"

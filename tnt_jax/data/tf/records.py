@@ -83,10 +83,7 @@ def image_records(
 
 
 def check_records(files: str | Path | Sequence[str | Path]) -> int:
-    """Reads TFRecord files from end to end and returns the number of their records.
-
-    It raises a ValueError at the first one that is truncated or corrupt, with file and place.
-    """
+    """Returns the number of records in TFRecord files; a ValueError names a corrupt one."""
     total = 0
     for path in _paths(files):
         number = 0
@@ -117,10 +114,7 @@ def _paths(files: str | Path | Sequence[str | Path]) -> list[str]:
 
 
 def files_of(dataset: Any, *, most: int | None = None) -> list[str]:
-    """Returns the existing files that the sources of a pipeline name.
-
-    Sources with more strings than `most` are passed over.
-    """
+    """Returns the existing files that sources of a pipeline with at most `most` strings name."""
     names: list[str] = []
     if type(dataset).__name__ == "TFRecordDatasetV2":
         filenames = private.parameter(dataset, "filenames").as_numpy_iterator()
@@ -163,10 +157,7 @@ def check_skips_alike(dataset: Any) -> None:
 
 
 def ignores_errors(dataset: Any) -> bool:
-    """Returns whether a pipeline drops elements that raise errors.
-
-    The functions of `interleave` and `flat_map` count, too.
-    """
+    """Returns whether a pipeline drops elements that raise errors, also in an inner dataset."""
     return any(map(_ignores_errors_itself, private.operations(dataset)))
 
 
@@ -184,10 +175,7 @@ def file_sizes(dataset: Any) -> dict[str, int]:
 
 
 def require_same_sizes(sizes: dict[str, int], board: Board, name: str) -> None:
-    """Raises a ValueError on all processes if the size in bytes of a file differs between them.
-
-    The name on the board is unique, and the same on all processes.
-    """
+    """Raises a ValueError on all processes if the size in bytes of a file differs between them."""
     first, *others = gather(board, name, sizes)
     for process, other in enumerate(others, 1):
         for file in sorted(set(first) | set(other)):

@@ -274,10 +274,7 @@ def _random_like(operation: Any) -> Any:
 
 
 def with_fixed_order(stream: Any, dataset: Any) -> tuple[Any, list[str]]:
-    """Returns `stream` with the options of `dataset` and a deterministic order.
-
-    The second item is a note if that differs from the options.
-    """
+    """Returns `stream` with options of `dataset` in a fixed order, and a note if that differs."""
     options = dataset.options()
     notes = []
     if options.deterministic is False:

@@ -36,10 +36,7 @@ from tnt_jax.data.tf.replay import (
 
 
 def select_own(dataset: Any, size: int, rank_slice: RankSlice, *, drop_remainder: bool) -> Any:
-    """Selects the elements that one process feeds from each window of `size`, in the global order.
-
-    The result has elements `(number of rows, element)`, with the number of rows of the window.
-    """
+    """Returns `(rows of the window, element)` for elements of each window that a process feeds."""
     is_tuple = type(dataset.element_spec) is tuple
 
     def own(*window: Any) -> Any:
@@ -61,10 +58,7 @@ def select_own(dataset: Any, size: int, rank_slice: RankSlice, *, drop_remainder
 
 
 def take_own(batches: Any, rank_slice: RankSlice) -> Any:
-    """Selects the rows that one process feeds from each global batch, as `select_own` does.
-
-    The result has elements `(number of rows, own rows)`, with the number of rows of the batch.
-    """
+    """Returns `(rows of the batch, own rows)` for each global batch."""
 
     def own(*batch: Any) -> Any:
         parts = batch if type(batches.element_spec) is tuple else batch[0]
@@ -91,10 +85,7 @@ class CannotSplitEarly(Exception):
 
 @dataclass(frozen=True)
 class Later:
-    """An operation on elements that may run after the selection.
-
-    It makes datasets of `(number of rows, element)` of others.
-    """
+    """An operation on elements that may run after the selection, on `(number of rows, element)`."""
 
     name: str
     apply: Callable[[Any], Any]
@@ -141,10 +132,7 @@ class Splitter:
         return self._once((id(dataset), None), lambda: self._local_batches(dataset))
 
     def _once(self, key: tuple[int, bool | None], make: Callable[[], Any]) -> Any:
-        """Returns what `make` gave for `key` the first time.
-
-        A shuffle that occurs twice draws two orders from one generator.
-        """
+        """Returns what `make` gave for `key` first: a shuffle made twice would draw two orders."""
         if key not in self._done:
             self._done[key] = make()
         return self._done[key]
@@ -229,10 +217,7 @@ class Splitter:
         return own.batch(rows, drop)
 
     def _hoist(self, dataset: Any, *, at_selection: bool) -> Hoisted:
-        """Hoists the operations of a dataset of elements.
-
-        `at_selection` is whether nothing between it and the batching goes by position.
-        """
+        """Hoists operations on elements; `at_selection`: none up to batching goes by position."""
         return self._once(
             (id(dataset), at_selection),
             lambda: self._split_off(dataset, at_selection=at_selection),

@@ -71,10 +71,7 @@ class Distribution:
 
 
 class Rebuilt(NamedTuple):
-    """A pipeline for one process.
-
-    Its elements are `(number of rows, own rows)` if `is_early`, otherwise whole batches.
-    """
+    """A pipeline of one process: `(number of rows, own rows)` if `is_early`, else whole batches."""
 
     stream: Any
     is_early: bool
@@ -426,11 +423,7 @@ def _from_own_rows(element: tuple[np.ndarray, Any], rank_slice: RankSlice) -> Ho
 
 
 def tf_source(dataset: Any, options: "ReadOptions") -> Source:
-    """Returns the source of a `tf.data.Dataset`, or of a `TfData`.
-
-    With `options.distribute` the dataset is the same on every process, and each feeds its rows;
-    otherwise it is the process's own shard, batched for its own ranks.
-    """
+    """Returns the source of a `tf.data.Dataset` or `TfData`, whole or a process's own shard."""
     choice = dataset if isinstance(dataset, TfData) else TfData(dataset)
     if not options.distribute:
         return _shard_source(choice.dataset, options)
