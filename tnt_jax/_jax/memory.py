@@ -147,7 +147,6 @@ def _most_at_once(steps: list[_Step], held: set[int]) -> int:
 
 
 def _inlined(jaxpr: Any) -> tuple[list[_Step], set[int]]:
-    """Returns the operations of a program in order, and its results."""
     steps: list[_Step] = []
     count = iter(range(2**62))
 

@@ -79,7 +79,6 @@ def _with_calls(
 
 
 def _operations(operation: Any) -> Iterator[Any]:
-    """Yields the operations inside another one, in the order of the text."""
     for region in operation.regions:
         for block in region.blocks:
             for inner in block.operations:
@@ -88,7 +87,6 @@ def _operations(operation: Any) -> Iterator[Any]:
 
 
 def _is_sum(operation: Any, num_devices: int) -> bool:
-    """Returns whether an operation sums numbers over all devices."""
     if operation.name != _SUM or len(operation.operands) != 1:
         return False
     body = [inner.operation.name for inner in operation.regions[0].blocks[0].operations]
@@ -101,7 +99,6 @@ def _is_sum(operation: Any, num_devices: int) -> bool:
 
 
 def _group_size(operation: Any) -> int:
-    """Returns the number of devices in each group of a collective."""
     groups = operation.attributes["replica_groups"]
     if "axis_ref" not in str(groups):
         return groups.type.shape[1]
@@ -211,7 +208,6 @@ def _dtype(operation: Any) -> str:
 
 
 def _call(ir: Any, target: str, values: Sequence[Any], before: Any, **numbers: int) -> list[Any]:
-    """Returns the results of a call that stands before an operation."""
     types = [value.type for value in values]
     index, wide = ir.IndexType.get(), ir.IntegerType.get_signless(64)
     layouts = ir.ArrayAttr.get(

@@ -284,7 +284,6 @@ def _names_axis(equation: Any) -> bool:
 
 
 def _axes_of(equation: Any) -> set[Any]:
-    """Returns the names of the axes that an equation works over."""
     names = (equation.params.get("axes", ()), equation.params.get("axis_name", ()))
     return {axis for name in names for axis in (name if isinstance(name, tuple) else (name,))}
 

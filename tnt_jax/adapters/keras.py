@@ -294,7 +294,6 @@ class KerasAdapter(Adapter):
         return {id(v): arrays[path] for known, arrays in paths for path, v in known.items()}
 
     def _params(self, values: dict[int, Any]) -> OrderedDict[VariablePath, Any]:
-        """Returns the values of trained variables by path, in Keras's order."""
         return OrderedDict((path, values[id(v)]) for path, v in self._parts[0].items())
 
     def _state(self, values: dict[int, Any]) -> dict[VariablePath, Any]:

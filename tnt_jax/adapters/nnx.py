@@ -143,7 +143,6 @@ class NnxAdapter(Adapter):
         self._seen = self._held_arrays()
 
     def _held_arrays(self) -> list[tuple[tuple[str, ...], nnx.Variable, Any]]:
-        """Returns the variables of the module with their paths and arrays."""
         return [
             (_names(path), leaf, leaf.get_value())
             for path, leaf in nnx.iter_graph(self.module)

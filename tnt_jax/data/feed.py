@@ -147,7 +147,6 @@ class Feed:
             yield value
 
     def _wait(self) -> tuple[str, Any]:
-        """Returns what the thread hands over next."""
         start = time.perf_counter()
         with timeline.span("wait for data", "data"):
             handed = self._take()
@@ -155,13 +154,11 @@ class Feed:
         return handed
 
     def _next(self) -> tuple[str, Any]:
-        """Prepares the next item."""
         for item in self._items:
             return "item", self._prepare(item)
         return "end", None
 
     def _take(self) -> tuple[str, Any]:
-        """Returns what the thread has ready."""
         if self._gives_up is None:
             return self._ready.get()
         while True:

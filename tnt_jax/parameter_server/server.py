@@ -123,7 +123,6 @@ class ServedOptimizer:
         return jax.tree.unflatten(jax.tree.structure(results), arrays), kinds
 
     def _kinds(self, params: Any, state: Any) -> list[Kind]:
-        """Returns the kinds of parameters, state and gradients."""
         shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
         variables = [rows_of(index) for index in range(len(shapes))]
         of_state = []
@@ -180,7 +179,6 @@ def _analysed(
 
 
 def _kinds_of_update(served: ServedOptimizer, server: int, interpreter: Interpreter) -> list[Kind]:
-    """Returns the kinds of what an update on a server results in; runs nothing."""
     found: list[Kind] = []
 
     def run(*arguments: Any) -> Any:
@@ -366,7 +364,6 @@ class Server:
         return Snapshot(self._version, self.pull(), opt_state)
 
     def _sum(self, pushes: Sequence[Push]) -> Any:
-        """Returns the tree of gradients: the sum of those of the shares, in their order."""
         shares = [from_wire(push.grads, self._dtypes) for push in pushes]
         total = shares[0]
         for share in shares[1:]:

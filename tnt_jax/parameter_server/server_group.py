@@ -317,7 +317,6 @@ class Actors:
 
 
 def _options(resources: Mapping[str, float]) -> dict[str, Any]:
-    """Returns resources as the options of an actor."""
     others = dict(resources)
     options: dict[str, Any] = {"num_cpus": others.pop("CPU", 0)}
     for name, option in (("GPU", "num_gpus"), ("memory", "memory")):
@@ -482,7 +481,6 @@ class ServerGroup:
         self.keep_snapshot()
 
     def _get(self, refs: list[Any]) -> list[Any]:
-        """Returns answers of servers."""
         try:
             return self._ray.get(refs)
         except self._ray.exceptions.RayError as error:

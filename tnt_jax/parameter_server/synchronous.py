@@ -60,7 +60,6 @@ class Synchronous:
         self._since.clear()
 
     def _make_again(self) -> None:
-        """Goes back to the last snapshot and makes the updates since once more."""
         servers = self._coordinator.servers
         servers.roll_back()
         despite_failures(self._redo, servers.roll_back)
@@ -71,7 +70,6 @@ class Synchronous:
             self._update(batch, counts=False)
 
     def _forget_kept(self) -> None:
-        """Forgets the batches whose updates are in the last snapshot."""
         kept = self._coordinator.servers.kept_version
         self._since = [batch for batch in self._since if batch.step >= kept]
 

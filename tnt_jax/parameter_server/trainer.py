@@ -266,7 +266,6 @@ class ServedTrainer(Trainer):
         self._servers_are_newer = True
 
     def _make_layout(self, state: TrainState, optimizer: optax.GradientTransformation) -> Layout:
-        """Returns which rows of which variables lie on which server."""
         params, structure = jax.tree.flatten(state.params)
         others, other_structure = jax.tree.flatten(state.model_state)
         shapes = [x.shape for x in (*params, *others)]
@@ -285,7 +284,6 @@ class ServedTrainer(Trainer):
         return Layout(served, structure, other_structure, dtypes)
 
     def _snapshots(self, layout: Layout, state: TrainState) -> list[Snapshot]:
-        """Returns what each server is to hold."""
         arrays, opt_state = _host((state.params, state.model_state)), _host(state.opt_state)
         optimizer, leaves = layout.optimizer, jax.tree.leaves(arrays)
         return [
@@ -298,7 +296,6 @@ class ServedTrainer(Trainer):
         ]
 
     def _fetch(self) -> None:
-        """Reads the state from the servers."""
         assert self._layout is not None and self._state is not None
         servers, layout = self._coordinator.servers, self._layout
         snapshots = despite_failures(servers.snapshots, self.training.settle)
@@ -317,7 +314,6 @@ class ServedTrainer(Trainer):
     def _on_workers(
         self, method: str, batches: Iterable[DeviceBatches], hooks: Hooks
     ) -> Iterator[tuple[int, DeviceBatches, Any]]:
-        """Has workers evaluate or predict batches; yields them, numbered, with the results."""
         self.load()
         begun: deque[tuple[int, DeviceBatches]] = deque()
 

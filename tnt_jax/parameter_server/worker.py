@@ -280,7 +280,6 @@ class Worker:
         return TrainState(number, params, model_state, (), key)
 
     def _pushes(self, grads: Arrays, after: Arrays, before: Arrays, share: float) -> list[Push]:
-        """Returns for each server its rows of gradients and of the model state."""
         layout, plan = self._layout, self._layout.optimizer.plan
         first = layout.num_params
         pushes = []

@@ -157,7 +157,6 @@ def _as_entries(tree: Any) -> Any:
 
 
 def _with_step_key(model: ModelArrays) -> ModelArrays:
-    """Returns the model with the key of its step."""
     if model.key is None:
         return model
     words, step = model.key

@@ -138,7 +138,6 @@ def _with_stages(
     num_stages: int,
     num_parts: int,
 ) -> dict[str, tuple[Axis, ...]]:
-    """Returns axes with `stage` for the first dimension of the stacked layers."""
     stacked = [path for path in shapes if pipeline.holds(path)]
     if not stacked:
         known = sorted({path.rpartition("/")[0] for path in shapes if "/" in path})

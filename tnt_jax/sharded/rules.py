@@ -153,7 +153,6 @@ def with_axis(
 
 
 def _offered(shapes: Mapping[str, Any], names: Mapping[str, tuple[Axis, ...]]) -> str:
-    """Returns what rules can refer to, in words."""
     known = sorted({name for of_array in names.values() for name in of_array if name})
     of_names = f" Logical names are {', '.join(known)}." if known else ""
     paths = list(shapes)

@@ -114,7 +114,6 @@ class Connection:
         return {"actor": actor.name, "stream": stream, "num_examples": examples}
 
     def _job_actor(self) -> _Actor:
-        """Returns the actor of the job, which is started with the first dataset."""
         context = self.ray.get_runtime_context()
         actor = _actor.get()
         if actor is None or actor.client != context.get_job_id():

@@ -96,7 +96,6 @@ class _TarShards:
 
 
 def _index(path: str) -> list[list[_Part]]:
-    """Returns the samples of a shard."""
     samples: list[list[_Part]] = []
     last = None
     with open(path, "rb") as file:

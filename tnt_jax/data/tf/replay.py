@@ -248,7 +248,6 @@ def _with_seed(operation: Any, make: Callable[[int], Any]) -> Any:
 
 
 def _with_element_spec(dataset: Any, spec: Any) -> Any:
-    """Returns `dataset` with its elements declared as `spec`."""
     variant = tf.data.experimental.to_variant(dataset)
     declared: Any = tf.data.experimental.from_variant(variant, spec)
     # The functions of a pipeline live as long as the Python objects of its operations.

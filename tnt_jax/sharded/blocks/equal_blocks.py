@@ -49,7 +49,6 @@ def same_equation(a: Any, b: Any) -> bool:
 
 
 def _same(x: Any, y: Any, *, is_custom: bool = False) -> bool:
-    """Returns whether two parameters of equations are equal."""
     if x is y:
         return True
     if isinstance(x, _jax.ClosedJaxpr) and isinstance(y, _jax.ClosedJaxpr):
@@ -71,7 +70,6 @@ def _same(x: Any, y: Any, *, is_custom: bool = False) -> bool:
 
 
 def _same_program(a: Any, b: Any) -> bool:
-    """Returns whether two programs are equal up to the names of their variables."""
     given = [[*x.constvars, *x.invars] for x in (a, b)]
     if len(given[0]) != len(given[1]) or len(a.eqns) != len(b.eqns):
         return False
@@ -473,7 +471,6 @@ class EqualBlocks:
                     )
 
     def _check_results(self, outputs: Sequence[Any]) -> None:
-        """Raises a ValueError if other results of blocks are used than that of the last one."""
         known = set(self.carried[-1])
         others = [e for e in self._equations if not self.is_in_block(e) and self.depends(e)]
         sources = Sources(self._place)
@@ -507,7 +504,6 @@ def _is_literal(x: Any) -> bool:
 
 
 def _depths(equations: Sequence[Any], places: dict[Any, tuple[int, int]]) -> dict[Any, int]:
-    """Returns the number of the last block whose arrays a variable depends on, if on any."""
     depth = {v: block for v, (block, _) in places.items()}
     for equation in equations:
         found = max((depth.get(v, -1) for v in variables_in(equation.invars)), default=-1)

@@ -70,7 +70,6 @@ def with_loop(function: Callable[[Any, Any], Any]) -> Callable[[Staged, Any], An
 
 
 def _run(blocks: EqualBlocks, equations: list[Any], values: _jax.Values, layers: list[Any]) -> None:
-    """Runs the equations of a program, those of its blocks in a loop over stacked arrays."""
     # What the layers alone need of these is computed in them; here nothing uses it.
     values.run([e for e in equations if not blocks.depends(e)])
     carried = values.read(blocks.carried[0])
@@ -275,7 +274,6 @@ class LayersLoop:
         self._repeated = [v for v in bridge if v not in self._extras]
 
     def _holds(self, index: int | None) -> bool:
-        """Returns whether a parameter is one of the stacked layers."""
         return index is not None and self._paths[index].startswith(f"{self._path}/")
 
     def _casts_layers(self, equation: Any, sources: Sources) -> bool:

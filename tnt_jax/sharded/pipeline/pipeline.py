@@ -163,7 +163,6 @@ def _in_turn(
 
 
 def _check_applied(loop: LayersLoop, part_rows: int) -> None:
-    """Raises a ValueError if the results cannot be put together from micro-batches."""
     applied: Applied = loop.result
     check_statistics(loop, applied.model_state)
     if applied.increments or loop.depends_on_rows(applied.penalty):
