@@ -176,35 +176,16 @@ def _check_num_examples(num_examples: int | None, size: int, drop_remainder: boo
         )
 
 
-def last_padded_rows(
-    num_examples: int | None, global_batch_size: int | None, num_ranks: int
-) -> int | None:
-    """Returns the padded rows in the last batch of an epoch, or None if a size is unknown."""
-    if not num_examples or global_batch_size is None:
-        return None
-    last = num_examples - (num_batches(num_examples, global_batch_size) - 1) * global_batch_size
-    return num_padded_rows(last, num_ranks)
-
-
-def describe_sizes(
-    rank_slice: RankSlice,
-    *,
-    global_batch_size: int | None,
-    num_batches: int | None,
-    num_padded_rows: int | None,
-    seed: int | None = None,
-) -> str:
-    """Returns one sentence on the sizes of the global batch and of an epoch, and the seed."""
-    micro = (
-        None
-        if global_batch_size is None
-        else micro_batch_size(global_batch_size, rank_slice.num_ranks)
-    )
+def describe_sizes(rank_slice: RankSlice, source: Any, *, seed: int | None = None) -> str:
+    """Returns one sentence on the global batch and the epochs of a source, and the seed."""
+    size, examples, num_ranks = source.global_batch_size, source.num_examples, rank_slice.num_ranks
+    micro = None if size is None else micro_batch_size(size, num_ranks)
+    padded = num_padded_rows(examples % size or size, num_ranks) if size and examples else None
     order = "" if seed is None else f", order from seed {seed}"
     return (
-        f"Data: global batch {_known(global_batch_size)}, {_known(micro)} rows on each of "
-        f"{rank_slice.num_ranks} {rank_slice.kind}, {_known(num_batches)} steps per epoch, "
-        f"{_known(num_padded_rows)} padded rows in the last batch{order}."
+        f"Data: global batch {_known(size)}, {_known(micro)} rows on each of {num_ranks} "
+        f"{rank_slice.kind}, {_known(source.num_batches)} steps per epoch, {_known(padded)} padded "
+        f"rows in the last batch{order}."
     )
 
 

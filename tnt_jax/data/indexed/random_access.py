@@ -29,7 +29,6 @@ from tnt_jax.data.layout import (
     LocalRows,
     RankSlice,
     describe_sizes,
-    last_padded_rows,
     local_rows,
     num_batches,
     resolve_batch_size,
@@ -122,15 +121,8 @@ class RandomAccessSource:
         )
         recipe = Recipe(spec.dataset, spec.transform, self._seed, spec.on_error)
         self._fetcher = Fetcher(recipe, num_workers=spec.num_workers, worker=spec.worker)
-        sizes = describe_sizes(
-            rank_slice,
-            global_batch_size=self.global_batch_size,
-            num_batches=self.num_batches,
-            num_padded_rows=last_padded_rows(
-                self.num_examples, self.global_batch_size, rank_slice.num_ranks
-            ),
-            seed=self._seed if spec.shuffle else None,
-        )
+        seed = self._seed if spec.shuffle else None
+        sizes = describe_sizes(rank_slice, self, seed=seed)
         logger.info("%s Each process fetches its own rows only.", sizes)
 
     @property

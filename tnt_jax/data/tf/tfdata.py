@@ -9,7 +9,7 @@ TensorFlow is imported when a source is made, not before.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +24,6 @@ from tnt_jax.data.arguments import check_choice
 from tnt_jax.data.layout import (
     RankSlice,
     describe_sizes,
-    last_padded_rows,
     local_rows,
     resolve_batch_size,
 )
@@ -35,35 +34,21 @@ from tnt_jax.job import Slot, once_per_job
 from tnt_jax.log import logger
 
 
-@dataclass(frozen=True)
-class Distribution:
-    """How a pipeline is distributed.
+class Distribution(NamedTuple):
+    """How a pipeline is distributed, and what was changed in it, and why.
 
-    Attributes:
-        num_padded_rows: Rows that the ranks together add to the last batch; None when unknown.
-        before: Operations that run for all rows on every process, in order.
-        after: Operations that run for this process's rows.
-        notes: What was changed in the pipeline, and why rows are selected at this point.
+    Operations run for all rows on every process (`before`), or for this process's rows (`after`).
     """
 
-    rank_slice: RankSlice
-    global_batch_size: int | None
-    num_batches: int | None
-    num_padded_rows: int | None
+    sizes: str
     before: tuple[str, ...]
     after: tuple[str, ...]
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        sizes = describe_sizes(
-            self.rank_slice,
-            global_batch_size=self.global_batch_size,
-            num_batches=self.num_batches,
-            num_padded_rows=self.num_padded_rows,
-        )
         before, after = (", ".join(names) or "nothing" for names in (self.before, self.after))
         lines = [
-            sizes,
+            self.sizes,
             f"Every process runs for all rows: {before}.",
             f"It runs for its own rows: {after}.",
         ]
@@ -78,7 +63,7 @@ class Rebuilt(NamedTuple):
     before: list[str]
     after: list[str]
     notes: list[str]
-    slowed: list[str]
+    slowed: Sequence[str] = ()
 
 
 # The interpreter waits for its thread, and afterwards the executor refuses work: a thread that is
@@ -136,7 +121,7 @@ def warn_of_parts(rank_slice: RankSlice, python_maps: list[str], disordered: lis
         )
 
 
-def warn_of_runs(differences: list[str], slowed: list[str]) -> None:
+def warn_of_runs(differences: list[str], slowed: Sequence[str]) -> None:
     """Warns of what breaks the promise of equal elements in every run, and of what was slowed."""
     if differences:
         warn_once(
@@ -326,14 +311,8 @@ class TfDataSource:
             rebuilt = self._untouched(error)
         self._is_early = rebuilt.is_early
         self._stream, order_notes = with_fixed_order(rebuilt.stream, self._dataset)
-        padded = last_padded_rows(
-            self.num_examples, self.global_batch_size, self._rank_slice.num_ranks
-        )
         self.distribution = Distribution(
-            self._rank_slice,
-            self.global_batch_size,
-            self.num_batches,
-            padded,
+            describe_sizes(self._rank_slice, self),
             tuple(rebuilt.before),
             tuple(rebuilt.after),
             tuple(dict.fromkeys([*rebuilt.notes, *order_notes])),
@@ -375,14 +354,8 @@ class TfDataSource:
             f"operation without a seed gives each process "
             "rows of its own: give all of them seeds, or install TensorFlow 2.21."
         )
-        return Rebuilt(
-            self._dataset,
-            False,
-            ["the whole pipeline"],
-            [],
-            [f"Rows are selected last: {reason}."],
-            [],
-        )
+        notes = [f"Rows are selected last: {reason}."]
+        return Rebuilt(self._dataset, False, ["the whole pipeline"], [], notes)
 
     def _warn_of_differences(self, rebuilt: Rebuilt) -> None:
         from tnt_jax.data.tf.inspection import draws_for_own_rows, run_to_run_differences
