@@ -65,14 +65,7 @@ class ReproducibleSteps:
     def make_variables(self, make: Callable[[], Variables]) -> Variables | None:
         """Returns None: every device holds all variables."""
 
-    def describe_state(
-        self,
-        variables: Variables,
-        optimizer: optax.GradientTransformation,
-        *,
-        seed: int,
-        accumulation_steps: int,
-    ) -> None:
+    def describe_state(self, *_: Any, **__: Any) -> None:
         """Returns None: nothing is done before the variables are there."""
 
     def create_state(

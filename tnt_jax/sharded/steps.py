@@ -155,14 +155,7 @@ class ShardedSteps:
         )
         return jax.jit(make, out_shardings=shardings)()
 
-    def describe_state(
-        self,
-        variables: Variables,
-        optimizer: optax.GradientTransformation,
-        *,
-        seed: int,
-        accumulation_steps: int,
-    ) -> None:
+    def describe_state(self, *_: Any, **__: Any) -> None:
         """Returns None: nothing is done before the variables are there."""
 
     def create_state(
