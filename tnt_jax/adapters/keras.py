@@ -100,7 +100,9 @@ class KerasAdapter(Adapter):
         self.attach(inputs)
         self._seen = self._held_arrays()
         values = {id(v): np.array(v.value) for v in self.module.variables}
-        return Variables(self._params(values), self._state(values))
+        # In Keras's order.
+        params = OrderedDict((path, values[id(v)]) for path, v in self._parts[0].items())
+        return Variables(params, self._state(values))
 
     def attach(self, inputs: Any) -> None:
         """Builds the model if necessary, and examines its metrics and losses."""
@@ -292,9 +294,6 @@ class KerasAdapter(Adapter):
                 "variables given to it lack. A view needs a model made of the same layers."
             )
         return {id(v): arrays[path] for known, arrays in paths for path, v in known.items()}
-
-    def _params(self, values: dict[int, Any]) -> OrderedDict[VariablePath, Any]:
-        return OrderedDict((path, values[id(v)]) for path, v in self._parts[0].items())
 
     def _state(self, values: dict[int, Any]) -> dict[VariablePath, Any]:
         return {path: values[id(v)] for path, v in self._parts[1].items()}
