@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 
@@ -39,27 +39,11 @@ class Report:
     batches: list[str] = field(default_factory=list)
 
 
-class Board(Protocol):
-    """A place to post reports under names that all processes use in the same order."""
-
-    num_processes: int
-    process: int
-
-    def post(self, name: str, text: str) -> None:
-        """Shows `text` of this process under `name`."""
-        ...
-
-    def read(self, name: str, process: int) -> str:
-        """Waits for what `process` shows under `name`."""
-        ...
-
-    def remove(self, name: str) -> None:
-        """Takes this process's text under `name` away."""
-        ...
-
-
 class CoordinationBoard:
-    """A board in the key-value store of `jax.distributed`; one process keeps all to itself."""
+    """Texts that processes show in the key-value store of `jax.distributed`, under equal names.
+
+    One process keeps all to itself.
+    """
 
     def __init__(self) -> None:
         self.num_processes, self.process = jax.process_count(), jax.process_index()
@@ -99,7 +83,7 @@ def unique_name(kind: str) -> str:
     return f"{kind}/{counts[kind]}"
 
 
-def gather(board: Board, name: str, value: Any) -> list[Any]:
+def gather(board: CoordinationBoard, name: str, value: Any) -> list[Any]:
     """Returns the JSON values of all processes, by process, that each posts under a name."""
     board.post(name, json.dumps(value))
     return [json.loads(board.read(name, process)) for process in range(board.num_processes)]
@@ -108,7 +92,7 @@ def gather(board: Board, name: str, value: Any) -> list[Any]:
 class Exchange:
     """Rounds in which every process posts one report and reads those of all; its name is unique."""
 
-    def __init__(self, board: Board, name: str) -> None:
+    def __init__(self, board: CoordinationBoard, name: str) -> None:
         self._board = board
         self._name = name
         self._posted = self._read = 0

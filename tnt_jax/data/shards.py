@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from tnt_jax.data.agreement import (
-    Board,
     CoordinationBoard,
     Exchange,
     ReadAhead,
@@ -48,7 +47,7 @@ class ShardSource:
         *,
         rank_slice: RankSlice,
         micro_batch_size: int | None = None,
-        board: Board | None = None,
+        board: CoordinationBoard | None = None,
     ) -> None:
         self._batches = batches
         self._rank_slice = rank_slice

@@ -184,20 +184,11 @@ class ArraySource:
             yield HostBatch(data, rows.mask, num_rows)
 
 
-@runtime_checkable
-class Reordered(Protocol):
-    """Batches with an order for each epoch, such as a `ColumnStream`."""
-
-    def batches_of_epoch(self, epoch: int) -> Iterator[Any]:
-        """Returns the batches in the order of an epoch."""
-        ...
-
-
 class IterableSource:
     """Batches of any iterable whose elements are whole global batches, the same on every process.
 
     A generator or other iterator is read on from epoch to epoch; anything else is iterated anew
-    each epoch. Its length is that of `batches`, where it has one, or `length`.
+    each epoch.
 
     Attributes:
         is_infinite: Whether the iterable says that it has no end.
@@ -213,7 +204,6 @@ class IterableSource:
         *,
         rank_slice: RankSlice,
         micro_batch_size: int | None = None,
-        length: int | None = None,
     ) -> None:
         self._batches = batches
         self._rank_slice = rank_slice
@@ -223,10 +213,8 @@ class IterableSource:
         self.first_checksums: tuple[int, int | None] | None = None
         self.global_batch_size: int | None = None
         self.num_examples: int | None = None
-        self.is_infinite = length is None and is_endless(batches)
-        self.num_batches: int | None = (
-            length if length is not None or self.is_infinite else _length(batches)
-        )
+        self.is_infinite = is_endless(batches)
+        self.num_batches: int | None = None if self.is_infinite else _length(batches)
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows of each batch, after dropping `start_batch` batches."""
@@ -252,7 +240,8 @@ class IterableSource:
 
 def started(batches: Iterable[Any], epoch: int) -> Iterator[Any]:
     """Returns batches from the first on, in the order of an epoch where they have one for each."""
-    return batches.batches_of_epoch(epoch) if isinstance(batches, Reordered) else iter(batches)
+    in_order = getattr(batches, "batches_of_epoch", None)
+    return iter(batches) if in_order is None else in_order(epoch)
 
 
 def select_rows(batch: Any, rank_slice: RankSlice) -> HostBatch:

@@ -53,16 +53,13 @@ class PyDatasetSource(IterableSource):
         shuffle: bool = False,
         seed: int = 42,
     ) -> None:
-        length = dataset.num_batches
-        super().__init__(
-            dataset, rank_slice=rank_slice, micro_batch_size=micro_batch_size, length=length
-        )
+        super().__init__(dataset, rank_slice=rank_slice, micro_batch_size=micro_batch_size)
         self._dataset = dataset
         self._shuffle = shuffle
         self._seed = seed
         self.row_order = RowOrder([seed] if shuffle else [])
-        self.num_batches: int | None = length
-        self.is_infinite = length is None
+        self.num_batches: int | None = dataset.num_batches
+        self.is_infinite = self.num_batches is None
         in_processes = dataset.use_multiprocessing
         worker: Worker = "processes" if in_processes else "threads"
         # As in Keras, one worker without multiprocessing is the caller itself.

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from tnt_jax.data.agreement import Board
+from tnt_jax.data.agreement import CoordinationBoard
 from tnt_jax.data.layout import RankSlice, resolve_batch_size
 from tnt_jax.data.ray.spec import RayData, is_ray_shard
 from tnt_jax.data.shards import ShardSource
@@ -27,7 +27,7 @@ def shard_source(
     num_processes: int,
     *,
     micro_batch_size: int | None = None,
-    board: Board | None = None,
+    board: CoordinationBoard | None = None,
 ) -> ShardSource:
     """Returns the source of the rows that Ray gives this process."""
     _check_count(spec.dataset, num_processes)

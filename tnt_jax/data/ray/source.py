@@ -10,7 +10,7 @@ from uuid import uuid4
 import jax
 import numpy as np
 
-from tnt_jax.data.agreement import Board, CoordinationBoard, gather, reader_stopped, unique_name
+from tnt_jax.data.agreement import CoordinationBoard, gather, reader_stopped, unique_name
 from tnt_jax.data.elements import as_batch
 from tnt_jax.data.layout import RankSlice, local_rows, num_batches, resolve_batch_size
 from tnt_jax.data.permutation import RowOrder
@@ -50,7 +50,7 @@ class Connection:
     them is not connected to Ray, or to another cluster, or fails otherwise, all raise an error.
     """
 
-    def __init__(self, dataset: Any, board: Board | None = None) -> None:
+    def __init__(self, dataset: Any, board: CoordinationBoard | None = None) -> None:
         self._board = CoordinationBoard() if board is None else board
         self._name = unique_name("ray") if board is None else "ray"
         self.process = self._board.process
@@ -171,7 +171,7 @@ class RaySource:
         rank_slice: RankSlice,
         *,
         micro_batch_size: int | None = None,
-        board: Board | None = None,
+        board: CoordinationBoard | None = None,
     ) -> None:
         self._connection = Connection(whole_dataset(spec.dataset), board)
         examples = self._connection.num_examples

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from tnt_jax.data.agreement import Board, CoordinationBoard, gather, unique_name
+from tnt_jax.data.agreement import CoordinationBoard, gather, unique_name
 from tnt_jax.data.tf import private
 from tnt_jax.data.tf.functions import function_nodes
 from tnt_jax.log import logger
@@ -174,7 +174,7 @@ def file_sizes(dataset: Any) -> dict[str, int]:
     return {name: tf.io.gfile.stat(name).length for name in files_of(dataset, most=_MOST_FILES)}
 
 
-def require_same_sizes(sizes: dict[str, int], board: Board, name: str) -> None:
+def require_same_sizes(sizes: dict[str, int], board: CoordinationBoard, name: str) -> None:
     """Raises a ValueError on all processes if the size in bytes of a file differs between them."""
     first, *others = gather(board, name, sizes)
     for process, other in enumerate(others, 1):
