@@ -168,9 +168,7 @@ class ResNet(nn.Module):
         return stages_and_classes(self, x_BHWC, block, stages, train=train)
 
 
-def batch_norm(
-    *, train: bool, axis_name: str | None, dtype: Any, epsilon: float = 1e-5, momentum: float = 0.9
-) -> Layer:
+def batch_norm(*, train: bool, axis_name: str | None, dtype: Any, epsilon: float = 1e-5) -> Layer:
     """Returns `nn.BatchNorm` with everything set except the name and the initializers.
 
     The defaults are those of Goyal et al. 2017, section 5.1. Statistics are float32 whatever the
@@ -179,7 +177,7 @@ def batch_norm(
     return partial(
         nn.BatchNorm,
         use_running_average=not train,
-        momentum=momentum,
+        momentum=0.9,
         epsilon=epsilon,
         dtype=dtype,
         axis_name=axis_name,
