@@ -166,4 +166,4 @@ def test_arrays_with_different_numbers_of_micro_batches_are_refused():
     shared, layers, batch = problem(4)
     batch["y"] = batch["y"][:3]
     with pytest.raises(ValueError, match=r"one leading dimension, .*, but have \[3, 4\]"):
-        one_forward_one_backward(Ends(enter, leave), stage, shared, layers, batch, axis_name="i")
+        one_forward_one_backward(Ends(enter, leave), stage, shared, layers, batch)

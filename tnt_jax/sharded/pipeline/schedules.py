@@ -1,7 +1,7 @@
 """Pipelines: the stages of a model on different devices, which work on micro-batches in turn.
 
-Both schedules run inside `shard_map` over a mesh axis (`stage` by default) whose devices hold
-consecutive parts of a stack of layers. A stage maps a pytree of arrays to one of the same shapes
+Both schedules run inside `shard_map` over the mesh axis `stage`, whose devices hold consecutive
+parts of a stack of layers. A stage maps a pytree of arrays to one of the same shapes
 and dtypes. One program serves all stages: in every tick each stage sends what it computed to its
 neighbor.
 
@@ -39,7 +39,7 @@ def bubble_share(num_stages: int, num_micro_batches: int) -> float:
     return (num_stages - 1) / (num_micro_batches + num_stages - 1)
 
 
-def gpipe(stage: Stage, layers: Any, micro_batches: Any, *, axis_name: str = STAGE_AXIS) -> Any:
+def gpipe(stage: Stage, layers: Any, micro_batches: Any) -> Any:
     """Returns the outputs of all stages in turn for each micro-batch, equal on every stage.
 
     Stage s works on micro-batch t - s in tick t. While it has none it computes with the one that
@@ -49,23 +49,22 @@ def gpipe(stage: Stage, layers: Any, micro_batches: Any, *, axis_name: str = STA
         stage: Function `(layers, x, m) -> x` of this device's layers and micro-batch number `m`.
         layers: This device's part of the stack.
         micro_batches: Inputs of the first stage: pytree of arrays `[micro-batches, ...]`.
-        axis_name: Mesh axis of the stages.
     """
     num_micro_batches = _num_micro_batches(micro_batches)
-    num_stages, index = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
+    num_stages, index = jax.lax.axis_size(STAGE_AXIS), jax.lax.axis_index(STAGE_AXIS)
 
     def tick(received: Any, t: jax.Array) -> tuple[Any, Any]:
         fed = take(micro_batches, jnp.minimum(t, num_micro_batches - 1))
         m = jnp.clip(t - index, 0, num_micro_batches - 1)
         outputs = stage(layers, _select(index == 0, fed, received), m)
-        return _send(outputs, axis_name, by=1), outputs
+        return _send(outputs, by=1), outputs
 
     # Zeros may have no finite result in a layer that divides by a norm; a real input has one.
-    start = _jax.vary(take(micro_batches, 0), axes_of((layers, micro_batches), axis_name))
+    start = _jax.vary(take(micro_batches, 0), axes_of((layers, micro_batches)))
     _, outputs = jax.lax.scan(tick, start, jnp.arange(num_micro_batches + num_stages - 1))
     leaving = jax.tree.map(lambda x: x[num_stages - 1 :], outputs)
     zeros = jax.tree.map(jnp.zeros_like, leaving)
-    return jax.lax.psum(_select(index == num_stages - 1, leaving, zeros), axis_name)
+    return jax.lax.psum(_select(index == num_stages - 1, leaving, zeros), STAGE_AXIS)
 
 
 class Ends(NamedTuple):
@@ -102,13 +101,7 @@ class _Run(NamedTuple):
 
 
 def one_forward_one_backward(
-    ends: Ends,
-    stage: Stage,
-    shared: Any,
-    layers: Any,
-    micro_batches: Any,
-    *,
-    axis_name: str = STAGE_AXIS,
+    ends: Ends, stage: Stage, shared: Any, layers: Any, micro_batches: Any
 ) -> tuple[jax.Array, Any, tuple[Any, Any]]:
     """Returns loss, numbers and gradients of all micro-batches, a stage at a time.
 
@@ -123,7 +116,6 @@ def one_forward_one_backward(
         shared: Parameters of `ends`, equal on every stage.
         layers: This device's part of the stack.
         micro_batches: Pytree of arrays `[micro-batches, ...]`, equal on every stage.
-        axis_name: Mesh axis of the stages.
 
     Returns:
         The loss, the numbers and the gradients of (shared, layers). All are equal on every stage
@@ -131,8 +123,8 @@ def one_forward_one_backward(
         nothing is summed.
     """
     num_micro_batches = _num_micro_batches(micro_batches)
-    num_stages, index = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
-    axes = axes_of((shared, layers, micro_batches), axis_name)
+    num_stages, index = jax.lax.axis_size(STAGE_AXIS), jax.lax.axis_index(STAGE_AXIS)
+    axes = axes_of((shared, layers, micro_batches))
     shared, layers, micro_batches = _jax.vary((shared, layers, micro_batches), axes)
     is_first, is_last = index == 0, index == num_stages - 1
 
@@ -191,7 +183,7 @@ def one_forward_one_backward(
             ],
             run,
         )
-        received = _send(x, axis_name, by=1), _send(grad_x, axis_name, by=-1)
+        received = _send(x, by=1), _send(grad_x, by=-1)
         return run._replace(x=received[0], grad_x=received[1]), None
 
     def through(shared: Any, micro_batch: Any) -> tuple[Any, jax.Array, Any]:
@@ -204,7 +196,7 @@ def one_forward_one_backward(
     start = _Run(*_jax.vary(_zeros((x, x, kept, loss, numbers, (shared, layers))), axes))
     num_slots = 2 * (num_micro_batches + num_stages - 1)
     end, _ = jax.lax.scan(slot, start, jnp.arange(num_slots))
-    loss, numbers, grads_shared = jax.lax.psum((end.loss, end.numbers, end.grads[0]), axis_name)
+    loss, numbers, grads_shared = jax.lax.psum((end.loss, end.numbers, end.grads[0]), STAGE_AXIS)
     return loss, numbers, (grads_shared, end.grads[1])
 
 
@@ -218,18 +210,18 @@ def _num_micro_batches(micro_batches: Any) -> int:
     return counts.pop()
 
 
-def axes_of(tree: Any, axis_name: str = STAGE_AXIS) -> list[str]:
-    """Returns the mesh axes over which any array of `tree` varies, and `axis_name`."""
-    found = {axis_name}
+def axes_of(tree: Any) -> list[str]:
+    """Returns the mesh axes over which any array of `tree` varies, and `stage`."""
+    found = {STAGE_AXIS}
     for x in jax.tree.leaves(tree):
         found |= _jax.varying_axes(x)
     return sorted(found)
 
 
-def _send(tree: Any, axis_name: str, *, by: int) -> Any:
-    size = jax.lax.axis_size(axis_name)
+def _send(tree: Any, *, by: int) -> Any:
+    size = jax.lax.axis_size(STAGE_AXIS)
     pairs = [(i, i + by) for i in range(size) if 0 <= i + by < size]
-    return jax.tree.map(lambda x: jax.lax.ppermute(x, axis_name, pairs), tree)
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, STAGE_AXIS, pairs), tree)
 
 
 def _select(condition: jax.Array, yes: Any, no: Any) -> Any:
