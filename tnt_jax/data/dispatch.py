@@ -177,10 +177,7 @@ def _ray_source(x: Any, options: ReadOptions) -> Source:
         )
     if is_ray_shard(spec.dataset) or not options.distribute:
         return shard_source(
-            spec,
-            options.rank_slice,
-            jax.process_count(),
-            micro_batch_size=options.micro_batch_size,
+            spec, options.rank_slice, jax.process_count(), micro_batch_size=options.micro_batch_size
         )
     return RaySource(spec, options.rank_slice, micro_batch_size=options.micro_batch_size)
 

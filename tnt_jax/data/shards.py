@@ -12,13 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tnt_jax.data.agreement import (
-    CoordinationBoard,
-    Exchange,
-    ReadAhead,
-    Report,
-    unique_name,
-)
+from tnt_jax.data.agreement import CoordinationBoard, Exchange, ReadAhead, Report, unique_name
 from tnt_jax.data.elements import as_batch
 from tnt_jax.data.layout import RankSlice
 from tnt_jax.data.permutation import RowOrder
@@ -56,8 +50,7 @@ class ShardSource:
         self._name = unique_name("shards") if board is None else "shards"
         self._running = iter(batches) if isinstance(batches, Iterator) else None
         self.row_order = RowOrder(
-            parts={"number of shards": self._board.num_processes},
-            can_go_back=self._running is None,
+            parts={"number of shards": self._board.num_processes}, can_go_back=self._running is None
         )
         self._num_passes = 0
         self._template: Any = None

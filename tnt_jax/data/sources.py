@@ -20,13 +20,7 @@ from tnt_jax.data.elements import (
     torch_to_numpy,
     unpack,
 )
-from tnt_jax.data.layout import (
-    RankSlice,
-    ReadOptions,
-    local_rows,
-    num_batches,
-    resolve_batch_size,
-)
+from tnt_jax.data.layout import RankSlice, ReadOptions, local_rows, num_batches, resolve_batch_size
 from tnt_jax.data.permutation import RowOrder
 
 DEFAULT_BATCH_SIZE = 32
@@ -199,11 +193,7 @@ class IterableSource:
     in_memory = False
 
     def __init__(
-        self,
-        batches: Iterable[Any],
-        *,
-        rank_slice: RankSlice,
-        micro_batch_size: int | None = None,
+        self, batches: Iterable[Any], *, rank_slice: RankSlice, micro_batch_size: int | None = None
     ) -> None:
         self._batches = batches
         self._rank_slice = rank_slice

@@ -102,10 +102,7 @@ class Decoder(nn.Module):
         x_BTD = nn.RMSNorm(epsilon=1e-5, dtype=self.dtype, name="norm")(x_BTD)
         kernel_DV = self.param("head", _NORMAL, (self.width, self.vocab_size))
         return jnp.einsum(
-            "BTD,DV->BTV",
-            x_BTD,
-            kernel_DV.astype(self.dtype),
-            preferred_element_type=jnp.float32,
+            "BTD,DV->BTV", x_BTD, kernel_DV.astype(self.dtype), preferred_element_type=jnp.float32
         )
 
 

@@ -182,10 +182,7 @@ class Scheduler:
     """Gives steps of the user's, `put` where workers read them, to the next worker that is free."""
 
     def __init__(
-        self,
-        asynchronous: Asynchronous,
-        put: Callable[[Any], Any],
-        note_update: Callable[[], None],
+        self, asynchronous: Asynchronous, put: Callable[[Any], Any], note_update: Callable[[], None]
     ) -> None:
         self._asynchronous = asynchronous
         self._put = put

@@ -88,11 +88,7 @@ def make_gradient_step(parts: Parts, mesh: Mesh, reduction: Reduction) -> Callab
         share_of_rank = share_of_rows(batch, jax.numpy.maximum(rows, 1))
         average = StateAverage(local.model_state, share_of_rank)
         summed = sum_gradients(
-            local.grads,
-            reduction,
-            order=local.order,
-            first=local.numbers,
-            others=average.summands,
+            local.grads, reduction, order=local.order, first=local.numbers, others=average.summands
         )
         loss, losses, increments = summed.first
         report = Report(loss, losses, increments, rows)

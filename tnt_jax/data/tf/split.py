@@ -219,8 +219,7 @@ class Splitter:
     def _hoist(self, dataset: Any, *, at_selection: bool) -> Hoisted:
         """Hoists operations on elements; `at_selection`: none up to batching goes by position."""
         return self._once(
-            (id(dataset), at_selection),
-            lambda: self._split_off(dataset, at_selection=at_selection),
+            (id(dataset), at_selection), lambda: self._split_off(dataset, at_selection=at_selection)
         )
 
     def _split_off(self, dataset: Any, *, at_selection: bool) -> Hoisted:

@@ -21,12 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from tnt_jax.data.arguments import check_choice
-from tnt_jax.data.layout import (
-    RankSlice,
-    describe_sizes,
-    local_rows,
-    resolve_batch_size,
-)
+from tnt_jax.data.layout import RankSlice, describe_sizes, local_rows, resolve_batch_size
 from tnt_jax.data.permutation import RowOrder
 from tnt_jax.data.sources import HostBatch, Source, announced_batch, select_rows
 from tnt_jax.data.tf.private import Unreadable

@@ -17,13 +17,7 @@ import jax
 
 from tnt_jax import _jax
 from tnt_jax.adapters.base import Applied
-from tnt_jax.sharded.blocks.tracing import (
-    Sources,
-    loop_body,
-    loop_operands,
-    trace,
-    variables_in,
-)
+from tnt_jax.sharded.blocks.tracing import Sources, loop_body, loop_operands, trace, variables_in
 from tnt_jax.train.contracts import Apply
 from tnt_jax.train.state_arrays import state_arrays
 
