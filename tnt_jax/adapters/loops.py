@@ -79,14 +79,7 @@ def with_draws_by_row(apply: Callable) -> Callable:
 
     @functools.wraps(apply)
     def wrapped(
-        self: Any,
-        params: Any,
-        model_state: Any,
-        inputs: Any,
-        *,
-        key: jax.Array | None,
-        train: bool,
-        mask: jax.Array | None,
+        self: Any, params: Any, model_state: Any, inputs: Any, *, key: Any, train: bool, mask: Any
     ) -> Any:
         def forward(key: jax.Array, rows: Any) -> Any:
             inputs, mask = rows

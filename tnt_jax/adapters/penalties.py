@@ -25,14 +25,7 @@ def with_penalty_of_real_rows(apply: Callable) -> Callable:
 
     @functools.wraps(apply)
     def wrapped(
-        self: Any,
-        params: Any,
-        model_state: Any,
-        inputs: Any,
-        *,
-        key: jax.Array | None,
-        train: bool,
-        mask: jax.Array | None,
+        self: Any, params: Any, model_state: Any, inputs: Any, *, key: Any, train: bool, mask: Any
     ) -> Any:
         forward = functools.partial(apply, self, params, model_state, train=train)
         applied = forward(inputs, key=key, mask=mask)

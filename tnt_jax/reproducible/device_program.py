@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
 from tnt_jax.distributed.sums.hlo import join_programs
@@ -18,7 +18,7 @@ BY_RANK = PartitionSpec(_jax.DATA_AXIS)
 REPLICATED = PartitionSpec()
 # Functions are traced once for all devices, as the only rank of a mesh, so that models find their
 # mesh axis.
-_ALONE = AbstractMesh((1,), (_jax.DATA_AXIS,), axis_types=(AxisType.Auto,))
+_ALONE = _jax.abstract_data_mesh(1)
 
 
 class Programs(NamedTuple):
