@@ -42,12 +42,8 @@ def keep_programs_of_each_process(processor: str, *, turns: str | None = None) -
     """Has this process keep all programs that it compiles for CPUs, until its job ends.
 
     Which programs, and where, JAX's settings of the compilation cache say; without a folder for it,
-    nothing is kept.
-
-    Args:
-        processor: What processors must have in common that run the same programs.
-        turns: A name that only the processes of this job on this machine use, of which one then
-            compiles a program for all; None if each compiles for itself.
+    nothing is kept. `processor` says what processors that run the same programs have in common. One
+    of the processes with the same `turns` compiles a program for all; with None each does.
     """
     if not _is_on.get():
         _is_on.set(True)

@@ -53,13 +53,9 @@ class TracedProgram:
 
 
 class ProgramMemory(NamedTuple):
-    """The memory of a compiled program on each device.
+    """The bytes of a compiled program on each device: of its operands, and of what it computes.
 
-    Attributes:
-        operand_bytes: Bytes of what it is given.
-        computed_bytes: Bytes of what it computes: results that do not take the place of operands,
-            and the most that is held in between.
-        compiled: The program.
+    The latter are results that do not take the place of operands, and the most held in between.
     """
 
     operand_bytes: int
@@ -87,11 +83,7 @@ class ProgramMemory(NamedTuple):
 class _Step(NamedTuple):
     """An operation of a program whose calls are inlined; values are numbers.
 
-    Attributes:
-        name: That of its primitive.
-        operands: Values that it reads.
-        results: Values that it computes, with their bytes.
-        inner_bytes: Bytes that a loop or a branch holds while it runs.
+    Results have their bytes; a loop or a branch holds `inner_bytes` while it runs.
     """
 
     name: str

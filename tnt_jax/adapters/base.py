@@ -36,12 +36,9 @@ class Variables(NamedTuple):
 
 
 class FreshVariables(NamedTuple):
-    """A program that makes the variables of a model.
+    """A traced program that makes the variables of a model, what it is called with, and the rest.
 
-    Attributes:
-        traced: The program, as `jitted.trace(...)` returns it.
-        arguments: Returns what it is called with.
-        finish: From its results, or descriptions of them, to the variables.
+    `finish` maps its results, or descriptions of them, to the variables.
     """
 
     traced: Any
@@ -172,13 +169,8 @@ def check_trains_the_same(adapter: Adapter) -> None:
 class CallStyle:
     """How a module must be called, according to the signature of its call method.
 
-    Attributes:
-        flags: Names of the arguments that tell training from inference.
-        unpack: Whether a tuple of inputs is passed as several arguments.
-        names: Names of the arguments to which a dict of inputs can be passed.
-        required: Those of them without a default.
-        positional: Names of the arguments to which inputs can be passed by position, in order.
-        is_variadic: Whether any number of further arguments is accepted.
+    `flags` tell training from inference. A dict of inputs is passed by `names`, of which some are
+    `required`; a tuple of inputs by position if there are several, or any number (`is_variadic`).
     """
 
     flags: tuple[str, ...]

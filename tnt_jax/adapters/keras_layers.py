@@ -154,18 +154,11 @@ def layers_of_a_rank(
     num_rows: int,
     synchronized: bool,
 ) -> Iterator[list[Any]]:
-    """Traces layers over one rank's rows, as part of the global batch, in the `with` block.
+    """Traces all layers over one rank's rows, as part of the global batch, in the `with` block.
 
-    Yields a list that gets one entry for each activity regularizer loss that leaves out padded
-    rows.
-
-    Args:
-        layers: All layers of the model, nested ones included.
-        key: Key that draws per row of the global batch. It replaces the states of all seed
-            generators.
-        mask: float32 `[rows]`, 0 for padded rows; None when there are none.
-        num_rows: Rows of this rank, padding included.
-        synchronized: Whether the statistics of batch normalisation are those of all ranks together.
+    The key draws per row of the global batch, in place of the states of all seed generators. If
+    `synchronized`, the statistics of batch normalisation are those of all ranks together. Yields a
+    list with an entry for each activity regularizer loss that leaves out padded rows.
     """
     draws = count()
 

@@ -137,13 +137,8 @@ class _Waiting(NamedTuple):
 class ReadAhead:
     """Batches that this process has read ahead of their use, and reports to the others.
 
-    Args:
-        batches: The batches.
-        describe: Returns the rows of a batch, and what must be the same on all processes.
-        local_ranks: Number of ranks of the process, for the reports.
-
-    Attributes:
-        error: What went wrong in its data, to be raised once it was reported.
+    `describe` returns the rows of a batch, and what must be the same on all processes. An error in
+    its data is kept, to be raised once it was reported.
     """
 
     def __init__(

@@ -182,12 +182,7 @@ class IterableSource:
     """Batches of any iterable whose elements are whole global batches, the same on every process.
 
     A generator or other iterator is read on from epoch to epoch; anything else is iterated anew
-    each epoch.
-
-    Attributes:
-        is_infinite: Whether the iterable says that it has no end.
-        first_checksums: Of the contents of the first batch, which should be the same on every
-            process; None before it was read.
+    each epoch. `first_checksums` are of the contents of the first batch; None before it was read.
     """
 
     in_memory = False

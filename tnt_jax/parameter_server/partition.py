@@ -39,13 +39,10 @@ _SHAPES = -1
 
 @dataclass(frozen=True)
 class Kind:
-    """Dependence of a value of the program on rows and variables.
+    """Dependence of a value of the program on rows and variables: `"same"`, `"rows"` or `"whole"`.
 
-    Attributes:
-        name: `"same"`, `"rows"` or `"whole"`. All elements of an array that is the same are equal.
-        variables: Numbers of the variables whose data it depends on.
-        depth: Rounds of exchange that it needs.
-        because: The operation that made it a whole.
+    All elements of an array that is the same are equal. It needs `depth` rounds of exchange;
+    `because` names the operation that made it a whole.
     """
 
     name: str
@@ -78,12 +75,8 @@ class Point(NamedTuple):
 class Interpreter:
     """Evaluates a traced program for one server's rows, with totals of other servers put in.
 
-    Attributes:
-        exchanges: Whether reductions of rows to scalars are points of exchange.
-        totals: Values of the points over all servers; where one is not known, or none is given,
-            this server's own is taken.
-        points: The points that were met, in order.
-        partials: This server's own values of them.
+    If it `exchanges`, reductions of rows to scalars are `points`, of which `partials` are this
+    server's own values. These are taken where no total is known.
     """
 
     exchanges: bool
@@ -316,10 +309,8 @@ def plan_shards(
     """Returns which rows of each array each server holds.
 
     The parts of all arrays are placed from the largest to the smallest, each on the server that has
-    the fewest bytes so far. Only the first `num_divided` arrays are divided, if that is given.
-
-    Raises:
-        ValueError: If the partitioner returns no positive number.
+    the fewest bytes so far. Only the first `num_divided` arrays are divided, if that is given. A
+    ValueError says that the partitioner returns no positive number.
     """
     parts: list[tuple[int, int, Rows]] = []
     for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):

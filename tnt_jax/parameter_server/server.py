@@ -36,16 +36,11 @@ _MARK = 1 << 40
 
 @dataclass(frozen=True, eq=False)
 class ServedOptimizer:
-    """A transformation, and how its state is divided over the servers.
+    """An Optax transformation, and how its state is divided over the servers of a plan.
 
-    Attributes:
-        transformation: The Optax transformation.
-        plan: Which rows of the variables lie on which server; parameters come first.
-        params: Shapes and dtypes of the parameters: pytree of `jax.ShapeDtypeStruct`.
-        followed: For each array of its state the number of the parameter whose rows it follows,
-            or None.
-        state_shapes: Shape of each array of its state, for whole variables.
-        points: What the servers exchange in an update; empty for most transformations.
+    `followed` has for each array of the state the number of the parameter whose rows it follows, or
+    None; `state_shapes` are those for whole variables, and `points` what the servers exchange in an
+    update, for most transformations nothing.
     """
 
     transformation: optax.GradientTransformation

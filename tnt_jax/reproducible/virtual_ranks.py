@@ -23,20 +23,9 @@ from tnt_jax.reproducible.device_program import BY_RANK, join, split
 
 
 class VirtualRanks:
-    """Virtual ranks on the devices of a mesh.
+    """`count` virtual ranks on the devices of a mesh of the axis `data`, `per_rank` on each.
 
-    Args:
-        count: Number of virtual ranks, a power of two.
-        mesh: Devices, over the axis `data`; their number must divide `count`.
-
-    Attributes:
-        count: Number of virtual ranks, V.
-        mesh: The devices.
-        per_rank: Chunks of each device, V / R.
-
-    Raises:
-        ValueError: If `count` is not a power of two, or the number of devices does not divide it;
-            the message lists the allowed values.
+    A ValueError lists the allowed values unless `count` is a power of two that the devices divide.
     """
 
     def __init__(self, count: int, mesh: Mesh) -> None:

@@ -43,12 +43,9 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class Cut:
-    """How an array is cut over the axis `fsdp`.
+    """How an array is cut over the axis `fsdp`: its dimension, and the whole's dtype, if another.
 
-    Attributes:
-        dim: Dimension that is cut.
-        dtype: Dtype of the whole array; None for that of the parts.
-        others: Other mesh axes that cut the array, by dimension; None if there are none.
+    `others` are other mesh axes that cut the array, by dimension; None if there are none.
     """
 
     dim: int
@@ -72,17 +69,11 @@ class Cut:
 def gather_where_used(
     function: Callable[[Any], Any], parts: Any, cuts: Sequence[Cut | None], *, has_remat: bool
 ) -> Any:
-    """Returns `function(params)` for parameters of which this device holds parts.
+    """Returns `function(params)`, a function of whole arrays, for the `parts` of this device.
 
-    It is called inside `shard_map`. Numbers in the result remain numbers.
-
-    Args:
-        function: Function of a pytree of whole arrays.
-        parts: The pytree with the parts of this device.
-        cuts: How each leaf is cut; None for a leaf that every device holds whole.
-        has_remat: Whether the function rematerializes its blocks itself, which gather again what
-            they need, and nothing else is; otherwise everything is kept for backpropagation but
-            gathered arrays.
+    It is called inside `shard_map`; a cut is None for a leaf that every device holds whole. With
+    `has_remat` the blocks of the function gather again what they need, and nothing else is computed
+    again; otherwise all is kept for backpropagation but gathered arrays. Numbers remain numbers.
     """
     leaves, structure = jax.tree.flatten(parts)
     if _jax.FSDP_AXIS not in _jax.mapped_axes():

@@ -34,12 +34,7 @@ class MeshAxes:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> "MeshAxes":
-        """Returns the axes of a mapping such as `{"data": 2, "fsdp": 4}`.
-
-        Raises:
-            TypeError: If `sizes` is no mapping.
-            ValueError: If an axis is unknown, or a size is neither positive nor a single -1.
-        """
+        """Returns the axes of a mapping such as `{"data": 2, "fsdp": 4}`, which it checks."""
         if not isinstance(sizes, Mapping):
             raise TypeError(
                 "mesh must map axes to numbers of devices, such as {'data': 2, 'fsdp': 4}, or be "

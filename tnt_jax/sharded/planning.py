@@ -34,14 +34,10 @@ class PlannedArray(NamedTuple):
 
 
 class StepMemory(NamedTuple):
-    """The bytes of a training step on each device, by the compiler's own analysis.
+    """Bytes of a step on each device, by the compiler's own analysis, and the largest arrays.
 
-    Attributes:
-        params: Bytes of the parameters.
-        opt_state: Bytes of the optimizer state.
-        others: Bytes of the batch, of the model state and of sums for the logs.
-        activations: Bytes of what is computed in between, activations and gradients.
-        largest: The arrays that take most, as text.
+    Activations are all that is computed in between, gradients too; others are the batch, the model
+    state and the sums for the logs.
     """
 
     params: int

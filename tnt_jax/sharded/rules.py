@@ -54,20 +54,11 @@ def choose_axes(
     rules: Sequence[Rule],
     sizes: Mapping[str, int],
 ) -> dict[str, tuple[Axis, ...]]:
-    """Returns the mesh axis of each dimension of each parameter, by path.
+    """Returns the mesh axis of each dimension of each parameter, by path; the first rule counts.
 
     What no rule cuts over `fsdp` is cut along its largest dimension that is free and that the axis
-    divides (of equal ones the last), unless it has fewer than 1,024 elements.
-
-    Args:
-        shapes: Shape of each parameter by path.
-        names: Logical names of the dimensions, by path, of parameters that have some.
-        rules: Rules; the first that fits counts.
-        sizes: Devices along each axis of the mesh.
-
-    Raises:
-        ValueError: If a rule fits no parameter, or cuts a dimension that does not divide; the text
-            names parameter, axis, and the way out.
+    divides (of equal ones the last), unless it has fewer than 1,024 elements. A ValueError says
+    that a rule fits no parameter, or which dimension it cannot cut, and the way out.
     """
     used: set[Rule] = set()
     chosen = {

@@ -36,16 +36,10 @@ _ARRAYS_LIKE_PARAMS = 4
 class ShardedSteps:
     """Implements `Steps` with sharded parameters, gradients and optimizer state.
 
-    Args:
-        runtime: Devices of the job, with the mesh that the model is sharded over.
-        reduction: How gradients are summed over the axis `data`.
-        rules: Which dimension of a parameter is cut over which axis; see `tnt_jax.sharded.rules`.
-        names: Returns the logical names of the dimensions of parameters, by path.
-        has_remat: Whether what a step computes rematerializes blocks; otherwise everything is kept
-            for backpropagation but gathered parameters.
-        pipeline: Layers that are divided over the axis `stage`.
-        policy: What the layers of a pipeline keep, a policy of `jax.checkpoint`; None for
-            everything. GPipe has it from `pipelined`.
+    Rules are those of `tnt_jax.sharded.rules`, and `names` returns the logical names that they may
+    use. With `has_remat`, what a step computes rematerializes blocks; otherwise everything is kept
+    for backpropagation but gathered parameters. `policy` says what the layers of a pipeline by 1F1B
+    keep, a policy of `jax.checkpoint`; None for everything. GPipe has it from `pipelined`.
     """
 
     takes_host_arrays = False

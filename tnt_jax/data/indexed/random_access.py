@@ -80,12 +80,7 @@ class RandomAccess:
 
 
 class RandomAccessSource:
-    """The rows of one process of a `RandomAccess` dataset.
-
-    Attributes:
-        num_examples: Examples of an epoch; without the dropped remainder.
-        num_skipped: Examples that failed on this process so far.
-    """
+    """The rows of one process of a `RandomAccess` dataset, of which `num_skipped` failed so far."""
 
     in_memory = False
 

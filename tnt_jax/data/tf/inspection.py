@@ -95,13 +95,7 @@ _TRANSPARENT = (
 
 @dataclass(frozen=True)
 class Batching:
-    """How the elements of a dataset are batched.
-
-    Attributes:
-        size: Rows of a full batch; None where batches differ or the pipeline does not tell.
-        drop_remainder: Whether an incomplete last batch is dropped.
-        num_examples: Rows of one pass; None when unknown or infinite.
-    """
+    """Rows of a full batch, if one tells, and of a pass, None when unknown or infinite."""
 
     size: int | None
     drop_remainder: bool = False

@@ -114,16 +114,12 @@ _one_by_one = partial(_by_method, calls=False)
 
 
 class Repairs:
-    """Rebuilds pipelines so that every process sees the same stream, and records the changes.
+    """Rebuilds pipelines so that every process sees the same stream, with notes on all changes.
 
     With `one_by_one`, parallel operations whose functions keep state, random generators for
-    instance, call them for one element at a time: in parallel the order of the draws is random.
-
-    Attributes:
-        notes: One sentence for each change, and for what could not be changed.
-        slowed: One sentence for each parallel operation that runs for one element at a time.
-        disordered: Names of unknown operations after a shuffle without a seed, which thus differs
-            between processes.
+    instance, call them for one element at a time (`slowed`): in parallel the order of the draws is
+    random. `disordered` names unknown operations after a shuffle without a seed, which differs by
+    process.
     """
 
     def __init__(self, *, one_by_one: bool = False) -> None:

@@ -102,16 +102,11 @@ class Hoisted:
 
 @dataclass
 class Splitter:
-    """Rebuilds a pipeline with the selection of rows as early as possible.
+    """Rebuilds a pipeline with the selection of rows as early as possible, and notes on its place.
 
-    Attributes:
-        split: `"before"` trusts that maps with random operations or on whole batches may run on own
-            rows only.
-        repairs: Rebuilds operations with seeds and in order.
-        before: Names of the operations that run for all rows.
-        after: Names of the operations that run for own rows.
-        notes: Why the selection stands where it stands.
-        python_maps: Names of maps that run for all rows only because they call Python code.
+    `split="before"` trusts that maps with random operations or on whole batches may run on own rows
+    alone. Operations run for all rows (`before`, of which `python_maps` only as they call Python
+    code) or for own rows (`after`).
     """
 
     rank_slice: RankSlice

@@ -184,24 +184,12 @@ class _Match:
 
 
 class EqualBlocks:
-    """The blocks of a list in a program.
+    """The blocks of a list in a program; `params` are variables of each one's arrays.
 
-    Args:
-        equations: Equations of the program, without those that nothing needs.
-        outputs: Variables of its results.
-        params: Variables of each block's arrays, in one order.
-        names: Paths of the blocks.
-        constants: Variables whose values are the same as those of others, with these.
-        axes: Mesh axes over which everything varies that is not a constant.
-
-    Attributes:
-        arrays: Variables of each array, one for each block.
-        carried: Variables before the first block, after it, and so on.
-        steps: Equations of a block, in order.
-        items: What differs between the blocks beside their arrays, and does not depend on them.
-
-    Raises:
-        ValueError: If the blocks are not equal, or not in a row.
+    `constants` has for variables others of the same value; all but constants vary over `axes`.
+    Found are the variables `carried` before the first block, after it, and so on, the `steps` of a
+    block, and `items` that differ between the blocks beside their `arrays`. A ValueError says how
+    blocks differ.
     """
 
     def __init__(

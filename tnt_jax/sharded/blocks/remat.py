@@ -50,18 +50,10 @@ def rematerialized(
 ) -> Any:
     """Returns `function(params)`, whose blocks keep what `remat` says for backpropagation.
 
+    That is `"none"` for everything, `"dots"` for products with matrices, `"full"` for the inputs of
+    blocks alone; or a mapping from patterns of paths to these, of which the first that fits a block
+    counts. A NoBlocksError says that there are no blocks, a ValueError that a pattern fits none.
     Numbers in the result remain numbers.
-
-    Args:
-        function: Function of a pytree of arrays.
-        params: The parameters.
-        remat: `"none"` to keep everything, `"dots"` to keep products with matrices, `"full"` to
-            keep the inputs of blocks alone; or a mapping from patterns of paths to these, of which
-            the first that fits a block counts.
-
-    Raises:
-        NoBlocksError: If the model has no blocks.
-        ValueError: If a pattern fits none.
     """
     if remat == "none":
         return function(params)

@@ -126,20 +126,10 @@ class LayersLoop:
     """A function of parameters and a micro-batch in three parts: before, in and after its loop.
 
     What does not depend on parameters, such as masks and keys, is computed in each part that needs
-    it.
-
-    Args:
-        function: Function `(params, micro_batch) -> result`, whose result may hold numbers.
-        examples: Whole parameters, with the layers of all stages, and a micro-batch. With `Staged`
-            parameters the function is one of the model's own parameters.
-        path: Path of the stacked layers among the parameters.
-
-    Attributes:
-        result: The result of the function, with variables in the place of arrays.
-        indices: Index of each stacked array among the leaves of the parameters.
-
-    Raises:
-        ValueError: If there is no such loop, or layers return more than they hand on.
+    it. Examples are whole parameters, with the layers of all stages, and a micro-batch; the
+    function takes the model's own in place of `Staged` ones. `result` has variables in the place of
+    arrays, `indices` those of the stacked arrays at `path`. A ValueError says that there is no such
+    loop.
     """
 
     def __init__(self, function: Callable, examples: tuple[Any, Any], path: str) -> None:

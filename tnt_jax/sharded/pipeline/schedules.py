@@ -43,12 +43,8 @@ def gpipe(stage: Stage, layers: Any, micro_batches: Any) -> Any:
     """Returns the outputs of all stages in turn for each micro-batch, equal on every stage.
 
     Stage s works on micro-batch t - s in tick t. While it has none it computes with the one that
-    stands there, and nothing depends on the result. Gradients flow back through the same ticks.
-
-    Args:
-        stage: Function `(layers, x, m) -> x` of this device's layers and micro-batch number `m`.
-        layers: This device's part of the stack.
-        micro_batches: Inputs of the first stage: pytree of arrays `[micro-batches, ...]`.
+    stands there, and nothing depends on the result. Gradients flow back through the same ticks. A
+    `stage` maps this device's layers, activations and the number of a micro-batch to activations.
     """
     num_micro_batches = _num_micro_batches(micro_batches)
     num_stages, index = jax.lax.axis_size(STAGE_AXIS), jax.lax.axis_index(STAGE_AXIS)
@@ -82,14 +78,10 @@ class Ends(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """State of a stage between slots.
+    """State of a stage between slots: what its neighbours sent, and sums so far.
 
-    Attributes:
-        x: Activations that the stage before sent in the last slot.
-        grad_x: Gradients that the stage after sent in the last slot.
-        kept: Inputs of the micro-batches whose backward pass is still to come, `[stages, ...]`.
-        loss, numbers: Sums so far; on the last stage alone.
-        grads: Sums so far of the gradients of (shared, layers).
+    `kept` are inputs of the micro-batches whose backward pass is still to come, `[stages, ...]`;
+    loss and numbers are on the last stage alone.
     """
 
     x: Any
@@ -108,19 +100,8 @@ def one_forward_one_backward(
     Stage s of S runs micro-batch m forward in slot 2m + s and backward in slot 2m + 2S - 1 - s: its
     neighbors need each result in the slot after, and it keeps at most S - s inputs in between. The
     backward pass computes the stage again from its input. The last stage runs forward and backward
-    at once.
-
-    Args:
-        ends: What stands before and after the layers.
-        stage: Function `(layers, x, m) -> x` of this device's layers and micro-batch number `m`.
-        shared: Parameters of `ends`, equal on every stage.
-        layers: This device's part of the stack.
-        micro_batches: Pytree of arrays `[micro-batches, ...]`, equal on every stage.
-
-    Returns:
-        The loss, the numbers and the gradients of (shared, layers). All are equal on every stage
-        but the gradients of `layers`, which are those of this device's layers. On other mesh axes
-        nothing is summed.
+    at once. The gradients are those of (`shared`, `layers`). All but those of this device's layers
+    are equal on every stage; on other mesh axes nothing is summed.
     """
     num_micro_batches = _num_micro_batches(micro_batches)
     num_stages, index = jax.lax.axis_size(STAGE_AXIS), jax.lax.axis_index(STAGE_AXIS)
