@@ -62,15 +62,10 @@ class Attention(nn.Module):
         causal: bool = False,
         train: bool,
     ) -> jax.Array:
-        """Returns the attention of each position of `x_BTD` to `memory_BSD`.
+        """Returns the attention of each position of `x_BTD` to those of `memory_BSD`.
 
-        Args:
-            x_BTD: Positions that make the queries.
-            memory_BSD: Positions that make the keys and values; the same array for self-attention.
-            lengths_B: Number of real positions at the start of each memory, int32, at least 1; None
-                if all are real.
-            causal: Whether position t attends only to positions up to t.
-            train: Whether dropout is on.
+        Of each memory the first `lengths_B` positions are real, int32, at least 1; None if all are.
+        If `causal`, position t attends only to positions up to t. In training dropout is on.
         """
         key_BSNH, value_BSNH = self.project(memory_BSD)
         query_BTNH = self.query(x_BTD)

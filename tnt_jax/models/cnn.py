@@ -27,14 +27,10 @@ class CNN(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array, *, train: bool) -> jax.Array:
-        """Returns the logits of `images`.
+        """Returns the logits [B, K], float32, of float pixels [B, H, W, C].
 
-        Args:
-            images: Float pixels [B, H, W, C]. H and W are fixed by the first call and at least 8.
-            train: Whether dropout is on (it needs a `dropout` key then).
-
-        Returns:
-            Logits [B, K], float32.
+        H and W are fixed by the first call and at least 8. In training dropout is on and needs a
+        `dropout` key.
         """
         x_BHWC = images.astype(self.dtype)
         for features in (16, 32, 64):

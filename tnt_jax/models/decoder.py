@@ -72,14 +72,7 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Returns the logits of the token after each token, given the tokens up to it.
-
-        Args:
-            tokens: Token ids [B, T].
-
-        Returns:
-            Logits [B, T, V], float32.
-        """
+        """Returns the logits [B, T, V], float32, of the token after each token id [B, T]."""
         embed = nn.Embed(
             self.vocab_size, self.width, dtype=self.dtype, embedding_init=_NORMAL, name="embedding"
         )

@@ -143,14 +143,10 @@ class ResNet(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array, *, train: bool) -> jax.Array:
-        """Returns the logits of `images`.
+        """Returns the logits [B, K], float32, of float pixels [B, H, W, C], H and W at least 32.
 
-        Args:
-            images: Float pixels [B, H, W, C], already normalised, H and W at least 32.
-            train: Whether BatchNorm uses (and updates) the statistics of the batch.
-
-        Returns:
-            Logits [B, K], float32.
+        Pixels are normalised already. In training BatchNorm uses (and updates) the statistics of
+        the batch.
         """
         conv = partial(nn.Conv, use_bias=False, padding=0, dtype=self.dtype, kernel_init=he_normal)
         norm = batch_norm(
@@ -193,15 +189,11 @@ def stages_and_classes(
     train: bool,
     first_strides: int = 1,
 ) -> jax.Array:
-    """Returns the logits [B, K], float32, of a compact network after its stem.
+    """Returns the logits [B, K], float32, of a compact network from what its stem gives.
 
-    Args:
-        module: The network, with `num_classes` and `kernel_l2`.
-        x_BHWC: What the stem gives.
-        block: Makes a block of channels, strides and a name.
-        stages: Channels and blocks of each stage; the first block of a stage halves the image.
-        train: Whether the penalty of the kernels is added to the losses.
-        first_strides: Strides of the first block of the first stage.
+    `block` makes a block of channels, strides and a name; stages are channels and numbers of
+    blocks. The first block of a stage halves the image, but that of the first has `first_strides`.
+    In training the penalty of the kernels is added to the losses.
     """
     for stage, (features, num_blocks) in enumerate(stages):
         strides = 2 if stage else first_strides
@@ -257,15 +249,8 @@ class CifarResNet(nn.Module):
 
     He et al. 2015, section 4.2. The image has full, half and quarter size. The zero-initialized
     last BatchNorm scale of each block follows Goyal et al. 2017 (arXiv:1706.02677), not the paper.
-
-    Attributes:
-        depth: Weighted layers, 6n + 2: 20, 32, 44, 56, 110 in the paper's table 6.
-        num_classes: Classes K.
-        dtype: Dtype of the computation; parameters, statistics and logits are float32.
-        bn_axis_name: Mesh axis for synchronised BatchNorm, or None for the statistics of each
-            rank's own rows.
-        kernel_l2: Factor of the sum of squared kernels that training adds to the loss, in the
-            collection `losses`.
+    `depth` are the weighted layers, 20, 32, 44, 56 and 110 in the paper's table 6; `num_classes`,
+    `dtype`, `bn_axis_name` and `kernel_l2` are as of `ResNet`.
     """
 
     depth: int
@@ -284,15 +269,10 @@ class CifarResNet(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array, *, train: bool) -> jax.Array:
-        """Returns the logits of `images`.
+        """Returns the logits [B, K], float32, of float pixels [B, H, W, C], 32 x 32 in the paper.
 
-        Args:
-            images: Float pixels [B, H, W, C], already normalised; 32 x 32 in the paper, any size
-                works.
-            train: Whether BatchNorm uses (and updates) the statistics of the batch.
-
-        Returns:
-            Logits [B, K], float32.
+        Pixels are normalised already. In training BatchNorm uses (and updates) the statistics of
+        the batch.
         """
         conv = partial(nn.Conv, use_bias=False, padding=1, dtype=self.dtype, kernel_init=he_normal)
         norm = batch_norm(train=train, axis_name=self.bn_axis_name, dtype=self.dtype)
@@ -332,20 +312,12 @@ class ResNetSmall(nn.Module):
     """The residual network of 26 weighted layers of the NERSC course "Deep Learning at Scale".
 
     It is for CIFAR-10 and has a 3x3 stem, four stages of 64, 128, 256 and 512 channels with two
-    blocks each, and a classifier.
+    blocks each, and a classifier. Its attributes are as of `ResNet`.
 
     Every stage, including the first, halves the image. Unlike in the ImageNet networks,
     convolutions have a bias and every BatchNorm scale starts at one, as in the course. The course
     leaves the decay of some BatchNorms at Keras's 0.99 and sets it to 0.9 in others; here it is 0.9
     (and epsilon 1e-5) in all, so that the statistics are settled after short runs.
-
-    Attributes:
-        num_classes: Classes K.
-        dtype: Dtype of the computation; parameters, statistics and logits are float32.
-        bn_axis_name: Mesh axis for synchronised BatchNorm, or None for the statistics of each
-            rank's own rows.
-        kernel_l2: Factor of the sum of squared kernels that training adds to the loss, in the
-            collection `losses`.
     """
 
     num_classes: int = 10
@@ -355,14 +327,9 @@ class ResNetSmall(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array, *, train: bool) -> jax.Array:
-        """Returns the logits of `images`.
+        """Returns the logits [B, K], float32, of float pixels [B, H, W, C], H and W at least 16.
 
-        Args:
-            images: Float pixels [B, H, W, C], H and W at least 16.
-            train: Whether BatchNorm uses (and updates) the statistics of the batch.
-
-        Returns:
-            Logits [B, K], float32.
+        In training BatchNorm uses (and updates) the statistics of the batch.
         """
         conv = partial(nn.Conv, padding=0, dtype=self.dtype, kernel_init=he_normal)
         norm = batch_norm(train=train, axis_name=self.bn_axis_name, dtype=self.dtype)

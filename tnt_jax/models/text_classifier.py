@@ -40,14 +40,10 @@ class TextClassifier(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array, *, train: bool) -> jax.Array:
-        """Returns the logits of `tokens`.
+        """Returns the logits [B, K], float32, of token ids [B, T].
 
-        Args:
-            tokens: Token ids [B, T], integers; 0 is padding at any position.
-            train: Whether dropout is on (it needs a `dropout` key then).
-
-        Returns:
-            Logits [B, K], float32: of the positive class if K is 1.
+        The id 0 is padding at any position. If K is 1, they are those of the positive class. In
+        training dropout is on and needs a `dropout` key.
         """
         embed = nn.Embed(self.vocab_size, self.embedding_dim, dtype=self.dtype, name="embedding")
         x_BD = masked_mean(embed(tokens), tokens != PAD_ID).astype(self.dtype)

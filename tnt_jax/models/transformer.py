@@ -113,13 +113,9 @@ class DecoderLayer(nn.Module):
     ) -> tuple[jax.Array, LayerCache]:
         """Returns the layer's result for one position of every beam, and the updated cache.
 
-        Args:
-            x_BKD: The position of every beam.
-            cache: Keys and values [B, K, L, N, H] of earlier positions.
-            memory: Keys and values [B, S, N, H] of the sources; all beams of a row share them, as
-                queries of one attention call.
-            position: Number of earlier positions, a scalar.
-            lengths_B: Real positions of the sources.
+        The cache has keys and values [B, K, L, N, H] of the `position` earlier positions, a scalar;
+        the memory those [B, S, N, H] of the sources, of which `lengths_B` are real. All beams of a
+        row share them, as queries of one attention call.
         """
         y_BKD = self.attend_norm(x_BKD)
         key_BKNH, value_BKNH = self.attend.project(y_BKD)
@@ -227,15 +223,10 @@ class Transformer(nn.Module):
         self.drop = nn.Dropout(self.dropout)
 
     def __call__(self, sources: jax.Array, targets: jax.Array, *, train: bool) -> jax.Array:
-        """Returns the logits of each target token, given the sources and the targets before it.
+        """Returns the logits [B, T, V], float32, of each target token after the ones before.
 
-        Args:
-            sources: Token ids [B, S], padded with 0 at the end.
-            targets: Token ids [B, T], padded with 0 at the end; this method shifts them right.
-            train: Whether dropout is on (it needs a `dropout` key then).
-
-        Returns:
-            Logits [B, T, V], float32.
+        Sources [B, S] and targets [B, T] are token ids, padded with 0 at the end; this method
+        shifts targets right. In training dropout is on and needs a `dropout` key.
         """
         lengths_B = real_lengths(sources)
         memory_BSD = self.encode(sources, train=train)
@@ -279,16 +270,10 @@ class Transformer(nn.Module):
     def decode_step(
         self, tokens_BK: jax.Array, cache: list[LayerCache], memory: Memory, *, position: jax.Array
     ) -> tuple[jax.Array, list[LayerCache]]:
-        """Returns the logits of the token at `position` of every beam, and the updated cache.
+        """Returns the logits [B, K, V], float32, of the token at `position`, and the updated cache.
 
-        Args:
-            tokens_BK: Token before `position` in every beam; 0 at the start.
-            cache: Keys and values of earlier positions.
-            memory: Encoded sources.
-            position: Position of the token in the target, a scalar from 0 on.
-
-        Returns:
-            Logits [B, K, V], float32, and the cache.
+        Tokens are those before `position`, from 0 on, in every beam; 0 at the start. The cache has
+        keys and values of earlier positions, the memory the encoded sources.
         """
         x_BKD = self._add_positions(self._embed(tokens_BK), position)
         filled = []

@@ -31,16 +31,9 @@ class Translator(Transformer):
     def __call__(self, sources: jax.Array, *, train: bool = False) -> dict[str, jax.Array]:
         """Returns the best translation of each source.
 
-        Args:
-            sources: Token ids [B, S], padded with 0 at the end.
-            train: Must be False: a search cannot be trained.
-
-        Returns:
-            `outputs`: token ids [B, S + extra_length], int32, ended by 1 and padded with 0;
-            `scores` [B]: log P / length penalty.
-
-        Raises:
-            ValueError: If `train` is true.
+        Sources are token ids [B, S], padded with 0 at the end. Translations are `outputs`: token
+        ids [B, S + extra_length], int32, ended by 1 and padded with 0; and `scores` [B]: log P /
+        length penalty. A search cannot be trained: `train=True` is a ValueError.
         """
         if train:
             raise ValueError(
