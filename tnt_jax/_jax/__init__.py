@@ -68,7 +68,6 @@ from tnt_jax._jax.program_sums import replace_sums
 from tnt_jax._jax.programs import (
     CALLS,
     CASTS,
-    PLAIN,
     ClosedJaxpr,
     Jaxpr,
     Literal,

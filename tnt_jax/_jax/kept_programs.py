@@ -92,7 +92,10 @@ def _find_or_compile(
     key = _key_of(computation, compile_options, backend, processor)
     jax.monitoring.record_event(_EVENTS + "compile_requests_use_cache")
     program = _find(cache, key, load)
-    if program is None and turns is not None and _nearly_all_are_kept():
+    config: Any = jax.config
+    # A process that waits for a program finds it then, unless it is a short one.
+    waits = config.jax_persistent_cache_min_compile_time_secs <= _SHORT_S
+    if program is None and turns is not None and waits:
         with _turn(cache, key, turns):
             return _find(cache, key, load) or _compile_and_keep(cache, key, compile_it)
     return program or _compile_and_keep(cache, key, compile_it)
@@ -109,12 +112,6 @@ def _is_to_be_kept(backend: Any) -> bool:
         # JAX's function writes the text.
         and not config.read("jax_dump_ir_to")
     )
-
-
-def _nearly_all_are_kept() -> bool:
-    """Returns whether a process that waits for a program finds it, unless it is a short one."""
-    config: Any = jax.config
-    return config.jax_persistent_cache_min_compile_time_secs <= _SHORT_S
 
 
 def _key_of(computation: Any, compile_options: Any, backend: Any, processor: str) -> str:

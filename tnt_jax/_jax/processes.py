@@ -204,12 +204,8 @@ class _Recoverable:
 
     def get_distributed_runtime_client(self, *args: Any, **options: Any) -> Any:
         """Returns a client whose loss of the service need not end the process."""
-        options["missed_heartbeat_callback"] = _ignore
+        options["missed_heartbeat_callback"] = lambda *_: None
         return self._plain.get_distributed_runtime_client(*args, **options)
-
-
-def _ignore(*_: Any) -> None:
-    pass
 
 
 @or_plain(lambda: None, lost="An elastic job ends when a process is lost.")

@@ -210,9 +210,8 @@ def _dtype(operation: Any) -> str:
 def _call(ir: Any, target: str, values: Sequence[Any], before: Any, **numbers: int) -> list[Any]:
     types = [value.type for value in values]
     index, wide = ir.IndexType.get(), ir.IntegerType.get_signless(64)
-    layouts = ir.ArrayAttr.get(
-        [ir.DenseIntElementsAttr.get(_row_major(x), type=index) for x in types]
-    )
+    row_major = [np.arange(len(x.shape) - 1, -1, -1, dtype=np.int64) for x in types]
+    layouts = ir.ArrayAttr.get([ir.DenseIntElementsAttr.get(x, type=index) for x in row_major])
     call = ir.Operation.create(
         "stablehlo.custom_call",
         results=types,
@@ -243,7 +242,3 @@ def _between_hosts(ir: Any, operation: Any, value: Any, before: Any, leads: Sequ
     between.operands[0] = value
     between.attributes["replica_groups"] = ir.DenseElementsAttr.get(groups)
     return between.results[0]
-
-
-def _row_major(type_: Any) -> Any:
-    return np.arange(len(type_.shape) - 1, -1, -1, dtype=np.int64)

@@ -32,12 +32,6 @@ def kernel_penalty(params: Any, *, l2: float) -> jax.Array:
     )
 
 
-def sow_kernel_penalty(module: nn.Module, *, l2: float) -> None:
-    """Adds the penalty of its kernels to the collection `losses` of a module, in training."""
-    if l2 > 0 and not module.is_initializing():
-        module.sow("losses", "kernel_l2", kernel_penalty(module.variables["params"], l2=l2))
-
-
 # He et al. 2015, arXiv:1502.01852, eq. 10: normal with variance 2 / fan_in.
 he_normal = nn.initializers.he_normal()
 
@@ -203,8 +197,9 @@ def stages_and_classes(
     x_BC = jnp.mean(x_BHWC, axis=(1, 2), dtype=jnp.float32)
     init = nn.initializers.normal(0.01)
     logits_BK = nn.Dense(module.num_classes, kernel_init=init, name="classifier")(x_BC)
-    if train:
-        sow_kernel_penalty(module, l2=module.kernel_l2)
+    if train and module.kernel_l2 > 0 and not module.is_initializing():
+        penalty = kernel_penalty(module.variables["params"], l2=module.kernel_l2)
+        module.sow("losses", "kernel_l2", penalty)
     return logits_BK
 
 

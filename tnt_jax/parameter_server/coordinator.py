@@ -119,7 +119,9 @@ class Coordinator:
 
     def load(self, model: WorkerModel, snapshots: Sequence[Snapshot]) -> None:
         """Gives a model to the workers, and variables to the servers."""
-        self._discard_flights()
+        # Nobody waits for these any more, such as after an interrupt.
+        while self.flights or self._starting:
+            self.wait()
         self.model = self._ray.put(model)
         workers = dict(self.actors.workers)
         asked = [worker.load.remote(self.model) for worker in workers.values()]
@@ -290,11 +292,6 @@ class Coordinator:
                     waited_s,
                     flight.work.what,
                 )
-
-    def _discard_flights(self) -> None:
-        """Waits for work that nobody waits for any more, such as after an interrupt."""
-        while self.flights or self._starting:
-            self.wait()
 
 
 class SidecarEvaluation(Callback):

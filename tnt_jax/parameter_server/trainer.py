@@ -104,7 +104,7 @@ class ServedTrainer(Trainer):
         self._servers_are_older = True
         self._core, self._base = core, core.trainer
         super().__init__(self._base.adapter, runtime, steps, seed=core.options.seed)
-        self.put = self.put_stacked = _unchanged
+        self.put = self.put_stacked = lambda tree: tree
         self._coordinator = coordinator
         self._partitioner = partitioner
         self._compresses = compresses
@@ -336,7 +336,3 @@ class ServedTrainer(Trainer):
 
 def _host(tree: Any) -> Any:
     return jax.tree.map(np.asarray, tree)
-
-
-def _unchanged(tree: Any) -> Any:
-    return tree

@@ -104,7 +104,7 @@ class _BatchCount:
             _jax.check_local(count, chunk, advice=_ADVICE)
             # The compiler leaves nothing of the forward pass: counts depend on targets, weights and
             # the mask alone.
-            return _jax.make_varying(_as_entries(count(chunk))), None
+            return _jax.make_varying([jnp.asarray(x)[None] for x in count(chunk)]), None
 
         specs = (BY_RANK, REPLICATED, REPLICATED)
         self._program = device_program(
@@ -150,10 +150,6 @@ def shapes_of(tree: Any) -> Any:
     return jax.tree.map(
         lambda x: x if isinstance(x, (int, float)) else jax.ShapeDtypeStruct(x.shape, x.dtype), tree
     )
-
-
-def _as_entries(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
 
 
 def _with_step_key(model: ModelArrays) -> ModelArrays:

@@ -49,7 +49,9 @@ def shard_source(
     roles = ColumnRoles(spec.inputs, spec.targets, spec.sample_weight)
     rows = _Batches(spec.dataset, micro * rank_slice.local_ranks, roles)
     source = ShardSource(rows, rank_slice=rank_slice, micro_batch_size=micro, board=board)
-    if not _keeps_order(spec.dataset):
+    shard = spec.dataset
+    context = shard.get_context() if hasattr(shard, "get_context") else shard.context
+    if not context.execution_options.preserve_order:
         source.row_order = replace(source.row_order, unrepeatable=_UNORDERED)
     return source
 
@@ -88,8 +90,3 @@ def _check_count(shard: Any, num_processes: int) -> None:
             f"it with streaming_split({num_processes}), or pass the whole dataset to "
             "tnt_jax.data.RayData."
         )
-
-
-def _keeps_order(shard: Any) -> bool:
-    context = shard.get_context() if hasattr(shard, "get_context") else shard.context
-    return bool(context.execution_options.preserve_order)

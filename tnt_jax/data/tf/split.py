@@ -177,7 +177,8 @@ class Splitter:
         size = int(read(dataset, "batch_size"))
         drop = bool(read(dataset, "drop_remainder"))
         is_padded = type(dataset).__name__ == "_PaddedBatchDataset"
-        if is_padded and not _has_fixed_rows(dataset.element_spec):
+        rows = [spec.shape[1:] for spec in tf.nest.flatten(dataset.element_spec)]
+        if is_padded and not all(shape.is_fully_defined() for shape in rows):
             raise CannotSplitEarly(
                 f"{operation_name(dataset)} pads to the longest row of the global batch, which "
                 f"only whole batches tell; "
@@ -294,10 +295,6 @@ def _is_small(spec: Any, size: int) -> bool:
         return False
     nbytes = sum(part.shape.num_elements() * part.dtype.size for part in parts)
     return size * nbytes <= _SMALL_BYTES
-
-
-def _has_fixed_rows(spec: Any) -> bool:
-    return all(part.shape[1:].is_fully_defined() for part in tf.nest.flatten(spec))
 
 
 def _has_open_rows(dataset: Any) -> bool:
