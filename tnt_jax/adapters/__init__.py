@@ -1,7 +1,4 @@
-"""Turns models of each library into pure functions of arrays.
-
-These are the only modules that import a model library.
-"""
+"""Models as pure functions of arrays; no other modules import a library of models."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence

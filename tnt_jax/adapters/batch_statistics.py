@@ -1,7 +1,4 @@
-"""Mean and variance of the real rows of a batch, for batch normalisation of any library.
-
-Ioffe and Szegedy 2015, arXiv:1502.03167.
-"""
+"""Mean and variance of the real rows of a batch (Ioffe and Szegedy 2015, arXiv:1502.03167)."""
 
 import jax
 import jax.numpy as jnp

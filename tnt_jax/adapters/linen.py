@@ -1,7 +1,4 @@
-"""Flax Linen modules as pure functions.
-
-All collections and random streams are supported, and batch statistics leave out padded rows.
-"""
+"""Flax Linen modules as pure functions, with all collections and random streams."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,8 +1,4 @@
-"""Flax NNX modules as pure functions.
-
-All kinds of variables are supported, random streams are drawn per row, and results are written
-back.
-"""
+"""Flax NNX modules as pure functions, with all kinds of variables; results are written back."""
 
 import inspect
 from collections.abc import Callable, Mapping

@@ -1,6 +1,4 @@
-"""Puts host batches on the devices, ahead of the step that needs them.
-
-Threads that read data ahead.
+"""Threads that read data, and put it on the devices, ahead of the step that needs it.
 
 Such a thread may wait for a file or for a user's generator without an end, so the interpreter does
 not wait for it as for other threads. It must not be in the middle of JAX or TensorFlow either when

@@ -1,6 +1,4 @@
-"""Epochs of a source: one pass each, or a given number of steps.
-
-Checks that all processes have the same batches; if not, all raise the same error.
+"""Epochs of a source, one pass each or some steps, with the same batches on all processes.
 
 A program that sums over ranks completes only if every process runs it. The threads that read
 therefore report, ahead of the steps, which batches they have; a step runs once all processes have

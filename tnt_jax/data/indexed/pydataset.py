@@ -1,7 +1,4 @@
-"""Keras `PyDataset` and other objects that give whole batches by index.
-
-Keras itself is not imported.
-"""
+"""Keras `PyDataset`s, which give whole batches by index; Keras itself is not imported."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

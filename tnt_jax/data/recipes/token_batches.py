@@ -1,7 +1,4 @@
-"""Batches with about equally many tokens, from sequences of different lengths.
-
-There are few shapes, and they are the same on every rank.
-"""
+"""Batches with about equally many tokens, in few shapes that are the same on every rank."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""Columns of a table as inputs, targets and weights, by their names.
-
-This module needs only NumPy: it is also used by an actor, which does not import JAX.
-"""
+"""Columns of a table as inputs, targets and weights; needs NumPy alone, as actors have no JAX."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,1 @@
-"""Inspection of `tf.data` pipelines, and all access to private names of TensorFlow.
-
-This package is imported once there is a pipeline.
-"""
+"""Inspection of `tf.data` pipelines, and all access to private names of TensorFlow."""

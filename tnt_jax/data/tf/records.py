@@ -1,7 +1,4 @@
-"""Reads TFRecord files of images, in one order on all processes.
-
-Errors name the file and the record.
-"""
+"""Reads TFRecord files of images, in one order; errors name the file and the record."""
 
 from collections.abc import Sequence
 from itertools import islice

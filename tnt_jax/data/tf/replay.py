@@ -1,7 +1,4 @@
-"""Rebuilds single operations of a `tf.data` pipeline on other inputs.
-
-The stream is the same, with fixed seeds and a fixed order.
-"""
+"""Rebuilds operations of a `tf.data` pipeline on other inputs, in a fixed order by fixed seeds."""
 
 import re
 from collections.abc import Callable
