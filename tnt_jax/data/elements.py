@@ -7,10 +7,12 @@ only NumPy, so that worker processes start fast.
 import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
+
+OnError = Literal["raise", "skip"]
 
 
 def is_of_library(x: Any, package: str, name: str) -> bool:

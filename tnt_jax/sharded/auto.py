@@ -4,7 +4,7 @@ All of them split the rows of a batch over all devices, so that the data is the 
 chosen.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
 from tnt_jax.sharded.mesh_axes import MeshAxes
-from tnt_jax.train.contracts import Batch, Parts, Steps
+from tnt_jax.train.contracts import Batch, Parts
 from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.health.number_watch import NumberWatch
 from tnt_jax.train.state import TrainState
@@ -20,14 +20,6 @@ from tnt_jax.train.steps.epoch_sums import zero_sums
 
 # The option that asks for a choice of meshes.
 MESH = 'mesh="auto"'
-
-
-class StepsInPlaces(Steps, Protocol):
-    """Steps that say where the arrays of a state lie."""
-
-    def place(self, state: TrainState) -> TrainState:
-        """Returns descriptions of a state's arrays, with their shardings."""
-        ...
 
 
 class TrainingStep(NamedTuple):
@@ -38,8 +30,8 @@ class TrainingStep(NamedTuple):
     accumulation_steps: int
     on_nan: OnNaN | None
 
-    def trace(self, steps: StepsInPlaces, mesh: Mesh, state: TrainState, batch: Batch) -> Any:
-        """Returns the traced program of a step; state and batch may be descriptions."""
+    def trace(self, steps: Any, mesh: Mesh, state: TrainState, batch: Batch) -> Any:
+        """Returns the traced program of a step of `ShardedSteps`, for descriptions or arrays."""
         placed = steps.place(state)
         by_row = NamedSharding(mesh, PartitionSpec(_jax.rank_axes(mesh)))
         rows = jax.tree.map(

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from tnt_jax.data.elements import as_tuple
+from tnt_jax.data.elements import OnError, as_tuple
 
 _ALIGNMENT = 64
 
@@ -147,7 +147,6 @@ def _stack(values: tuple[Any, ...]) -> np.ndarray:
 
 
 Worker = Literal["threads", "processes"]
-OnError = Literal["raise", "skip"]
 
 
 class Dataset(Protocol):

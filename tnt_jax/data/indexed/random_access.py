@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from tnt_jax.data.arguments import check_choice
-from tnt_jax.data.indexed.fetch import Chunk, Dataset, Fetcher, OnError, Recipe, Worker, take_rows
+from tnt_jax.data.elements import OnError
+from tnt_jax.data.indexed.fetch import Chunk, Dataset, Fetcher, Recipe, Worker, take_rows
 from tnt_jax.data.layout import (
     LocalRows,
     RankSlice,

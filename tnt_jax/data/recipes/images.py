@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tnt_jax.cluster.devices import count_cores
 from tnt_jax.data.arguments import check_choice
-from tnt_jax.data.tf.records import OnError
+from tnt_jax.data.elements import OnError
 from tnt_jax.data.tf.tfdata import TfData
 
 Scaling = Literal["mean", "mean_std", "none"]

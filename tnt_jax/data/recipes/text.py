@@ -13,15 +13,15 @@ import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from tnt_jax.data.arguments import check_choice
+from tnt_jax.data.elements import OnError
 from tnt_jax.files import replacing
 from tnt_jax.log import logger
 
-OnError = Literal["raise", "skip"]
 PAD_ID, END_ID, UNKNOWN_ID = 0, 1, 2
 
 

@@ -3,16 +3,15 @@
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tensorflow as tf
 
 from tnt_jax.data.agreement import CoordinationBoard, gather, unique_name
+from tnt_jax.data.elements import OnError
 from tnt_jax.data.tf import private
 from tnt_jax.data.tf.functions import function_nodes
 from tnt_jax.log import logger
-
-OnError = Literal["raise", "skip"]
 
 
 def image_records(
