@@ -6,6 +6,7 @@ Custom steps are called as in `tf.distribute.coordinator.ClusterCoordinator`.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 from tnt_jax.parameter_server.coordinator import Coordinator, Flight, GlobalBatch, Work
@@ -153,9 +154,7 @@ class RemoteValue:
 
     def __init__(self, scheduler: "Scheduler") -> None:
         self._scheduler = scheduler
-        self._value: Any = None
-        self._is_known = False
-        self._error: BaseException | None = None
+        self.future: Future[Any] = Future()
 
     def fetch(self) -> Any:
         """Waits for the step and returns its value, as NumPy arrays.
@@ -163,19 +162,11 @@ class RemoteValue:
         Raises:
             RuntimeError: If this step, or another one before it was done, failed.
         """
-        while not self._is_known and self._error is None:
+        while not self.future.done():
             self._scheduler.advance()
-        if self._error is not None:
-            raise RuntimeError("A scheduled step failed, so this one was ended.") from self._error
-        return self._value
-
-    def fail(self, error: BaseException) -> None:
-        """Notes that the step was ended."""
-        self._error = error
-
-    def set(self, value: Any) -> None:
-        """Notes the value."""
-        self._value, self._is_known = value, True
+        if (error := self.future.exception()) is not None:
+            raise RuntimeError("A scheduled step failed, so this one was ended.") from error
+        return self.future.result()
 
 
 class Scheduler:
@@ -220,13 +211,13 @@ class Scheduler:
             ended = self._asynchronous.advance()
         except BaseException as error:
             for value in self._values.values():
-                value.fail(error)
+                value.future.set_exception(error)
             self._values.clear()
             self._queue.clear()
             self._asynchronous.forget()
             raise
         for work, value in ended:
-            self._values.pop(work).set(value)
+            self._values.pop(work).future.set_result(value)
             self._note_update()
         self._start()
 
