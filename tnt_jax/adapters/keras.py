@@ -129,14 +129,7 @@ class KerasAdapter(Adapter):
     @with_draws_by_row
     @with_varying_loops
     def apply(
-        self,
-        params: Any,
-        model_state: Any,
-        inputs: Any,
-        *,
-        key: jax.Array,
-        train: bool,
-        mask: jax.Array | None,
+        self, params: Any, model_state: Any, inputs: Any, *, key: jax.Array, train: bool, mask: Any
     ) -> Applied:
         """Returns the model's forward pass over this rank's rows; see `Adapter.apply`."""
         check_trains_the_same(self)

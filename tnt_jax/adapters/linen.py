@@ -108,14 +108,7 @@ class LinenAdapter(Adapter):
     @with_draws_by_row
     @with_varying_loops
     def apply(
-        self,
-        params: Any,
-        model_state: Any,
-        inputs: Any,
-        *,
-        key: jax.Array,
-        train: bool,
-        mask: jax.Array | None,
+        self, params: Any, model_state: Any, inputs: Any, *, key: jax.Array, train: bool, mask: Any
     ) -> Applied:
         """Returns the module's forward pass over this rank's rows; see `Adapter.apply`."""
         args, kwargs = self._style.arguments(inputs, train=train)

@@ -64,14 +64,7 @@ class NnxAdapter(Adapter):
     @with_draws_by_row
     @with_varying_loops
     def apply(
-        self,
-        params: Any,
-        model_state: Any,
-        inputs: Any,
-        *,
-        key: jax.Array,
-        train: bool,
-        mask: jax.Array | None,
+        self, params: Any, model_state: Any, inputs: Any, *, key: jax.Array, train: bool, mask: Any
     ) -> Applied:
         """Returns the module's forward pass, in `train()` or `eval()`; see `Adapter.apply`."""
         random = reseeded(self._random, key)
