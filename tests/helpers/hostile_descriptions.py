@@ -221,7 +221,6 @@ def main():
     for description in valid:
         load(json.loads(json.dumps(description)))
     # What the package imports on first use is no doing of a description.
-    importlib.import_module("tnt_jax.reproducible.options")
     importlib.import_module("tnt_jax.reproducible.steps")
     sys.addaudithook(hook)
     outcomes = collections.Counter()
