@@ -120,7 +120,8 @@ class ShardedSteps:
         def step(params: Any, model_state: Any, sums: Any, batch: Any) -> Any:
             layout = self.layout_of(params)
             rank_step = evaluation(GatheredParts(parts, layout), self.mesh)
-            return self._mapped(rank_step, layout, _REPLICATED)(params, model_state, sums, batch)
+            mapped = self._mapped(rank_step, layout, _REPLICATED, self._by_row, out=_REPLICATED)
+            return mapped(params, model_state, sums, batch)
 
         return compiled(step, self.mesh)
 
@@ -129,13 +130,9 @@ class ShardedSteps:
 
         def step(params: Any, model_state: Any, inputs: Any, first_row: Any) -> Any:
             layout = self.layout_of(params)
-            forward = prediction(gathered_apply(apply, layout))
-
-            def rank_step(params: Any, model_state: Any, first_row: Any, inputs: Any) -> Any:
-                return forward(params, model_state, inputs, first_row)
-
-            mapped = self._mapped(rank_step, layout, self._by_row)
-            return mapped(params, model_state, first_row, inputs)
+            rank_step = prediction(gathered_apply(apply, layout))
+            mapped = self._mapped(rank_step, layout, self._by_row, _REPLICATED, out=self._by_row)
+            return mapped(params, model_state, inputs, first_row)
 
         return compiled(step, self.mesh)
 
@@ -196,10 +193,10 @@ class ShardedSteps:
             accumulated=layout.like_params(state.accumulated, before=1),
         )
 
-    def _mapped(self, step: Callable, layout: Layout, out_specs: Any) -> Callable:
-        """Maps a rank's step of parameters, model state, sums and rows over the ranks."""
-        specs = (layout.manual_specs, _REPLICATED, _REPLICATED, self._by_row)
-        return _jax.shard_map(step, mesh=self.mesh, in_specs=specs, out_specs=out_specs)
+    def _mapped(self, step: Callable, layout: Layout, *others: Any, out: Any) -> Callable:
+        """Maps a rank's step of parameters, model state and others over the ranks."""
+        specs = (layout.manual_specs, _REPLICATED, *others)
+        return _jax.shard_map(step, mesh=self.mesh, in_specs=specs, out_specs=out)
 
 
 class ShardedGlobalSteps(WholeBatches, ShardedSteps):
