@@ -46,7 +46,7 @@ class FeedForward(nn.Module):
         return nn.Dense(x_BTD.shape[-1], name="output", **dense)(x_BTF)
 
 
-class EncoderLayer(nn.Module):
+class _Layer(nn.Module):
     """Self-attention and a feed-forward layer; drops a share of each one's result in training."""
 
     norm: Callable[..., nn.Module]
@@ -60,6 +60,10 @@ class EncoderLayer(nn.Module):
         self.filter_norm, self.filter = self.norm(), self.feed_forward()
         self.drop = nn.Dropout(self.dropout)
 
+
+class EncoderLayer(_Layer):
+    """Self-attention and a feed-forward layer."""
+
     def __call__(self, x_BSD: jax.Array, *, lengths_B: jax.Array, train: bool) -> jax.Array:
         """Maps [B, S, D] to [B, S, D]; `lengths_B` as in `Attention`."""
         y_BSD = self.attend_norm(x_BSD)
@@ -69,20 +73,13 @@ class EncoderLayer(nn.Module):
         return x_BSD + self.drop(y_BSD, deterministic=not train)
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(_Layer):
     """Causal self-attention, attention to the encoded sources, and a feed-forward layer."""
-
-    norm: Callable[..., nn.Module]
-    attention: Callable[..., Attention]
-    feed_forward: Callable[..., FeedForward]
-    dropout: float
 
     def setup(self) -> None:
         """Builds the layers; Flax calls it."""
-        self.attend_norm, self.attend = self.norm(), self.attention()
+        super().setup()
         self.memory_norm, self.attend_memory = self.norm(), self.attention()
-        self.filter_norm, self.filter = self.norm(), self.feed_forward()
-        self.drop = nn.Dropout(self.dropout)
 
     def __call__(
         self, x_BTD: jax.Array, memory_BSD: jax.Array, *, lengths_B: jax.Array, train: bool
