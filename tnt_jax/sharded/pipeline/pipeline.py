@@ -94,13 +94,7 @@ def pipelined(apply: Apply, pipeline: Pipeline, *, policy: Any = None) -> Apply:
     """
 
     def in_pipeline(
-        params: Any,
-        model_state: Any,
-        inputs: Any,
-        *,
-        key: jax.Array | None,
-        train: bool,
-        mask: jax.Array | None,
+        params: Any, model_state: Any, inputs: Any, *, key: Any, train: bool, mask: Any
     ) -> Applied:
         is_whole = STAGE_AXIS not in _jax.mapped_axes()
         if is_whole or (train and pipeline.schedule == "1f1b"):
