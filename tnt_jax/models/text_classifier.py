@@ -46,15 +46,10 @@ class TextClassifier(nn.Module):
         training dropout is on and needs a `dropout` key.
         """
         embed = nn.Embed(self.vocab_size, self.embedding_dim, dtype=self.dtype, name="embedding")
-        x_BD = masked_mean(embed(tokens), tokens != PAD_ID).astype(self.dtype)
+        weight_BT1 = (tokens != PAD_ID)[..., None].astype(jnp.float32)
+        total_BD = jnp.sum(embed(tokens).astype(jnp.float32) * weight_BT1, axis=1)
+        x_BD = (total_BD / jnp.maximum(jnp.sum(weight_BT1, axis=1), 1.0)).astype(self.dtype)
         x_BD = nn.Dropout(self.dropout, deterministic=not train)(x_BD)
         for index, features in enumerate(self.hidden_dims, start=1):
             x_BD = nn.relu(nn.Dense(features, dtype=self.dtype, name=f"hidden{index}")(x_BD))
         return nn.Dense(self.num_outputs, name="classifier")(x_BD.astype(jnp.float32))
-
-
-def masked_mean(x_BTD: jax.Array, mask_BT: jax.Array) -> jax.Array:
-    """Averages `x_BTD` over the positions of the mask, in float32; over none it is zero."""
-    weight_BT1 = mask_BT[..., None].astype(jnp.float32)
-    total_BD = jnp.sum(x_BTD.astype(jnp.float32) * weight_BT1, axis=1)
-    return total_BD / jnp.maximum(jnp.sum(weight_BT1, axis=1), 1.0)

@@ -92,7 +92,10 @@ _REPLAYS: dict[str, Callable[[Any, list[Any], Function], Any]] = {
     **dict.fromkeys(_METHODS, _by_method),
     **dict.fromkeys(("_AssertCardinalityDataset", "_UnbatchDataset", "_RebatchDataset"), _by_class),
     "_ShuffleDataset": lambda op, ins, _: _shuffle_like(op, ins[0]),
-    "_RandomDataset": lambda op, ins, _: _random_like(op),
+    "_RandomDataset": lambda op, *_: _with_seed(
+        op,
+        lambda seed: Dataset.random(seed, rerandomize_each_iteration=read(op, "rerandomize")),
+    ),
     "_OptionsDataset": lambda op, ins, _: ins[0].with_options(op.options()),
     "_GroupByWindowDataset": lambda op, ins, f: ins[0].group_by_window(
         f(read(op, "key_func")),
@@ -255,13 +258,6 @@ def _shuffle_like(operation: Any, dataset: Any) -> Any:
         lambda seed: dataset.shuffle(
             read(operation, "buffer_size"), seed, reshuffle_each_iteration=again
         ),
-    )
-
-
-def _random_like(operation: Any) -> Any:
-    again = read(operation, "rerandomize")
-    return _with_seed(
-        operation, lambda seed: Dataset.random(seed, rerandomize_each_iteration=again)
     )
 
 

@@ -163,7 +163,8 @@ class Splitter:
                 "before batch(), or pass split='before' if each row is treated by itself"
             )
         rows = self.local_batches(source)
-        if _has_open_rows(source):
+        specs = tf.nest.flatten(source.element_spec)
+        if all(spec.shape.rank and spec.shape[0] is None for spec in specs):
             return self._later_map(dataset).apply(rows)
         try:
             return self._later_map(dataset, retrace=True).apply(rows)
@@ -295,12 +296,6 @@ def _is_small(spec: Any, size: int) -> bool:
         return False
     nbytes = sum(part.shape.num_elements() * part.dtype.size for part in parts)
     return size * nbytes <= _SMALL_BYTES
-
-
-def _has_open_rows(dataset: Any) -> bool:
-    return all(
-        spec.shape.rank and spec.shape[0] is None for spec in tf.nest.flatten(dataset.element_spec)
-    )
 
 
 def _random_reason(dataset: Any, kinds: list[str]) -> str:
