@@ -14,8 +14,8 @@ import tnt_jax as tnt
 from tnt_jax.data.layout import RankSlice
 from tnt_jax.data.sources import ArraySource
 from tnt_jax.data.streams import EpochStream
-from tnt_jax.keras_compat.fit.hooks import Progress
-from tnt_jax.keras_compat.fit.resume import Resumption, Start
+from tnt_jax.keras_compat.fit.hooks import Place, Progress
+from tnt_jax.keras_compat.fit.resume import Resumption
 from tnt_jax.train.checkpoints.checkpoint import Position
 from tnt_jax.train.checkpoints.data_position import describe_position
 
@@ -27,8 +27,8 @@ Y = X.sum(axis=1, keepdims=True)
 def test_fit_begins_at_its_argument_unless_keras_says_otherwise_once(by_keras, epoch):
     resumption = Resumption(core=None, progress=Progress())
     resumption.initial_epoch = by_keras
-    assert resumption.take(3, None) == Start(epoch, 0, 0, None)
-    assert resumption.take(3, None) == Start(3, 0, 0, None)
+    assert resumption.take(3, None) == Place(epoch, 0, 0, None)
+    assert resumption.take(3, None) == Place(3, 0, 0, None)
 
 
 def test_a_position_counts_once_and_before_every_other_word():
@@ -43,8 +43,8 @@ def test_a_position_counts_once_and_before_every_other_word():
     resumption.initial_epoch = 1
     noted = describe_position(stream, 0, 8)
     assert resumption.resume_at(Position(4, 2), noted, []) == Position(4, 2)
-    assert resumption.take(0, None) == Start(4, 2, 8, None)
-    assert resumption.take(0, None) == Start(0, 0, 0, None)
+    assert resumption.take(0, None) == Place(4, 2, 8, None)
+    assert resumption.take(0, None) == Place(0, 0, 0, None)
 
 
 class Interrupted(tnt.callbacks.Callback):
