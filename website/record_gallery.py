@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -63,10 +64,15 @@ class Run:
 def short(text: str) -> str:
     """Returns what was printed, without what bars left and epochs between the first and last."""
     lines = [line for line in text.splitlines() if not line.startswith("  step ")]
-    epochs = [number for number, line in enumerate(lines) if line.startswith("Epoch ")]
-    if len(epochs) > FIRST + LAST:
-        lines[epochs[FIRST] : epochs[-LAST]] = ["..."]
-    return "\n".join(lines) + "\n"
+    kept: list[str] = []
+    for line in lines:
+        place = re.match(r"Epoch (\d+)/(\d+) ", line)
+        number, last = map(int, place.groups()) if place else (0, 0)
+        if number <= FIRST or number > last - LAST:
+            kept.append(line)
+        elif number == FIRST + 1:
+            kept.append("...")
+    return "\n".join(kept) + "\n"
 
 
 def panels(number: int, width: float = 3.2, height: float = 3) -> tuple[Figure, list[Any]]:
@@ -93,20 +99,6 @@ def drawings(run: Run) -> Figure:
     for axis, image in zip(axes, images, strict=True):
         axis.imshow(image, cmap="gray_r")
         axis.set_axis_off()
-    return figure
-
-
-def packed(run: Run) -> Figure:
-    """The documents of some rows, and the loss."""
-    topics = run.program.topics
-    _, documents, _ = run.program.pack([topics[name] for name in sorted(topics)[:24]])
-    figure, (left, right) = panels(2, 4)
-    most = documents[np.argsort(-documents.max(axis=1))[:40]]
-    left.imshow(most, aspect="auto", cmap="tab20c", interpolation="nearest")
-    left.set(xlabel="place", ylabel="row", title="rows with most documents")
-    losses = run.histories[0]["loss"]
-    right.plot(range(1, len(losses) + 1), losses)
-    right.set(xlabel="epoch", title="nats a character")
     return figure
 
 
@@ -189,7 +181,7 @@ PICTURES: dict[str, Callable[[Run], Figure]] = {
     "forecasting": forecast,
     "gan": drawings,
     "keras_hub_bert": curves,
-    "packed_language_model": packed,
+    "packed_language_model": curves,
     "segmentation_unet": segmented,
     "variational_autoencoder": drawings,
     "vision_transformer": curves,
