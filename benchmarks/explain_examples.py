@@ -26,10 +26,10 @@ DATA = os.environ.get("TNT_JAX_DATA", "")
 SCRIPTS = {
     "digits": "digits.py",
     "Flax MNIST (NNX)": f"flax/mnist.py --data {DATA}",
-    "the same, custom loop": f"flax/mnist_loop.py --data {DATA}",
+    "Flax MNIST, custom loop": f"flax/mnist_loop.py --data {DATA}",
     "Flax VAE": f"flax/vae.py --data {DATA}",
     "Flax language model": f"flax/lm1b.py --data {DATA}",
-    "the same, custom loop ": f"flax/lm1b_loop.py --data {DATA}",
+    "Flax language model, custom loop": f"flax/lm1b_loop.py --data {DATA}",
     "vision transformer": "gallery/vision_transformer.py",
     "BERT of Keras Hub": "gallery/keras_hub_bert.py",
     "ResNet-20": (
