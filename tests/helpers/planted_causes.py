@@ -245,10 +245,10 @@ PLANTED = {
         steps=32,
     ),
     "host sync in a callback": Planted(
-        lambda: fit(callbacks=[ReadsWeights()]), "callback", "ReadsWeights holds steps up"
+        lambda: fit(callbacks=[ReadsWeights()]), "callback", "ReadsWeights"
     ),
     "logging every step": Planted(
-        lambda: fit(callbacks=[Writes()]), "callback", "Writes holds steps up"
+        lambda: fit(callbacks=[Writes()]), "callback", "Writes"
     ),
     "recompilation": Planted(
         lambda: fit(Batches(grows=1), module=Sums()), "recompilation", "float32[256, ", steps=2,

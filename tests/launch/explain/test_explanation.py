@@ -77,6 +77,12 @@ def test_shares_add_up_to_one_and_follow_from_differences():
     assert "reading data 30 %, computing 25 %, sums 20 %" in found.sentence
 
 
+def test_callbacks_are_no_cause_where_the_script_has_none_that_acts_on_batches():
+    found = explained({"as is": 20})
+    assert "callbacks and logs 50 %" in found.sentence
+    assert not found.findings
+
+
 CALLBACK = trial("callback", "Slow", 0.02, 0.01)
 FUSED = trial("fused", "8", 0.01, 0.004)
 BUCKETS = trial("sums", "--fusion-threshold 0", 0.02, 0.012)

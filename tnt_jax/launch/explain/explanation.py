@@ -260,7 +260,7 @@ class Explanation:
                 share=share,
             )
             for trial in sorted(helping, key=lambda trial: statistics.median(trial["after"]))
-        ] or [Finding("callback", _unsure_which(tried), share=share)]
+        ] or [Finding("callback", text, share=share) for text in _unsure_which(tried)]
 
     def _of_reading(self) -> list[Finding]:
         measured, found = self.measured, []
@@ -501,12 +501,14 @@ def _gain(before: Sequence[float], after: Sequence[float]) -> Spread | None:
     return Spread.of([1 - b / a for a, b in zip(before, after, strict=True)])
 
 
-def _unsure_which(tried: Sequence[Mapping[str, Any]]) -> str:
+def _unsure_which(tried: Sequence[Mapping[str, Any]]) -> list[str]:
     """Says of callbacks, none of which was seen to help when it was left out, what is known."""
-    if len(tried) == 1:
-        name = tried[0]["name"]
-        return f"Callbacks hold steps up; of the script's, {name} alone acts after each."
-    return "Callbacks hold steps up; no single one does."
+    if len(tried) > 1:
+        return ["Callbacks hold steps up; no single one does."]
+    return [
+        f"Callbacks hold steps up; of the script's, {trial['name']} alone acts after each."
+        for trial in tried
+    ]
 
 
 def _tried(
