@@ -245,10 +245,10 @@ PLANTED = {
         steps=32,
     ),
     "host sync in a callback": Planted(
-        lambda: fit(callbacks=[ReadsWeights()]), "callback", "ReadsWeights"
+        lambda: fit(callbacks=[ReadsWeights()]), "callback", "ReadsWeights", steps=20
     ),
     "logging every step": Planted(
-        lambda: fit(callbacks=[Writes()]), "callback", "Writes"
+        lambda: fit(callbacks=[Writes()]), "callback", "Writes", steps=20
     ),
     "recompilation": Planted(
         lambda: fit(Batches(grows=1), module=Sums()), "recompilation", "float32[256, ", steps=2,

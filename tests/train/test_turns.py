@@ -31,3 +31,12 @@ def test_kinds_that_run_by_themselves_need_no_caller(use_ranks):
     done = []
     timed = run_to_end(turns({"one": done.append}, rounds=1, programs=4))
     assert (done, timed.seconds["one"].shape) == ([2, 4, 2, 4], (1, 1))
+
+
+def test_kinds_come_first_and_last_in_turns(use_ranks):
+    use_ranks(1)
+    order = []
+    kinds = {"a": lambda _: order.append("a"), "b": lambda _: order.append("b")}
+    run_to_end(turns(kinds, rounds=2, programs=1))
+    # Twice in each turn: what warms up, and what is timed.
+    assert "".join(order[::2]) == "abbaab"

@@ -161,8 +161,9 @@ def turns(
     """
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     compiled_s: dict[str, list[float]] = {name: [] for name in kinds}
+    order = list(kinds.items())
     for round in range(rounds + 1):
-        for name, run in kinds.items():
+        for name, run in order:
             collectives.barrier()
             own = in_compiler = float("nan")
             if name not in alone or jax.process_index() == 0:
@@ -175,6 +176,7 @@ def turns(
             if round:
                 seconds[name].append(own)
                 compiled_s[name].append(in_compiler)
+        order.reverse()  # So that what a machine does over time meets all kinds alike.
     collectives.barrier()
     return Timed(
         {
