@@ -77,6 +77,13 @@ def test_shares_add_up_to_one_and_follow_from_differences():
     assert "reading data 30 %, computing 25 %, sums 20 %" in found.sentence
 
 
+def test_copying_a_small_batch_is_no_cause():
+    seconds = {"as is": 20, "no callbacks": 20, "kept batches": 20}
+    [named] = explained(seconds).findings
+    assert named.cause == "placing"
+    assert not explained(seconds, batch_bytes=100_000).findings
+
+
 def test_callbacks_are_no_cause_where_the_script_has_none_that_acts_on_batches():
     found = explained({"as is": 20})
     assert "callbacks and logs 50 %" in found.sentence

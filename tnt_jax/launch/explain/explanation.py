@@ -33,7 +33,7 @@ _SLOW_FIRST_BATCH = 5.0
 # two updates.
 _LINK_BOUND, _LOCAL_STEPS = 0.3, 50
 # Below it, a copy takes the time of its start.
-_SMALL_BYTES = 64 * 1024
+_SMALL_BYTES = 256 * 1024
 # Batches that are timed while they are read, and how much longer than others some take in a burst.
 _READ, _BURST = 8, 5.0
 # Seconds of compiling that a cache would spare at each start.
@@ -289,7 +289,7 @@ class Explanation:
             of_step = self._first_batch_of_step_s
             share = of_step / (of_step + step)
             found.append(Finding("first batch", f"{text}{first / step:.0f} steps.", share=share))
-        if self._is_large("placing"):
+        if self._is_large("placing") and measured["batch_bytes"] >= _SMALL_BYTES:
             text = f"Preparing and copying a batch of {measured['batch_bytes'] / 1e6:.3g} MB takes "
             seconds = statistics.median(self._seconds()["placing"])
             share = self._share("placing")
