@@ -242,7 +242,7 @@ PLANTED = {
     ),
     "small batch": Planted(
         lambda: fit(module=Net(8, 1), rows=8), "small batch", "steps_per_execution=8): tried",
-        steps=32,
+        steps=200,
     ),
     "host sync in a callback": Planted(
         lambda: fit(callbacks=[ReadsWeights()]), "callback", "ReadsWeights", steps=20
@@ -284,7 +284,7 @@ PLANTED = {
     ),
     "custom loop: small batch": Planted(
         lambda: loop(module=Net(8, 1), rows=8), "small batch", "dataset.stacked(8): tried",
-        steps=32,
+        steps=200,
     ),
 }  # fmt: skip
 
