@@ -184,8 +184,8 @@ def slow_rank():
         code = (
             "import os, signal, sys, time\nparent = os.getppid()\n"
             "while os.getppid() == parent:\n"
-            "    os.kill(parent, signal.SIGSTOP); time.sleep(0.003)\n"
-            "    os.kill(parent, signal.SIGCONT); time.sleep(0.001)\n"
+            "    os.kill(parent, signal.SIGSTOP); time.sleep(0.012)\n"
+            "    os.kill(parent, signal.SIGCONT); time.sleep(0.002)\n"
         )
         subprocess.Popen([sys.executable, "-S", "-c", code])
         time.sleep(0.1)
