@@ -81,6 +81,40 @@ def test_an_epoch_equals_numpy_whatever_the_steps_of_a_program(use_ranks, num_ra
     assert hooks.calls == [*first, ("begin", 2), ("end", 2, 16), ("begin", 3), ("end", 3, 11)]
 
 
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_steps_of_an_elastic_job_are_traced_once_for_a_number_of_devices(use_ranks, num_steps):
+    traced, sgd = [], optax.sgd(0.1)
+
+    def update(*args, **kwargs):
+        traced.append(1)
+        return sgd.update(*args, **kwargs)
+
+    job, optimizer = use_ranks(4), optax.GradientTransformation(sgd.init, update)
+    trainer, by_hand = make_trainer(job), ByHand()
+    trainer.kept_programs = {}
+    trainer.compile(make_parts(), optimizer)
+    trainer.build(None)
+    batches, counts = make_batches(16, 16, 11), []
+    for _ in range(3):
+        sums = run(trainer.train_epoch, trainer, batches, num_steps=num_steps)
+        trainer.reopen(job, DataParallelSteps(job, Reduction()), trainer.kept())
+        trainer.compile(make_parts(), optimizer)
+        counts.append(len(traced))
+        by_hand.clear()
+        for batch in batches:
+            by_hand.train(batch)
+    by_hand.assert_state_is(trainer.state)
+    by_hand.assert_sums_are(sums)
+    if num_steps == 1:  # On CPUs, programs of several steps are searched for convolutions.
+        assert len(set(counts)) == 1
+    # Batches with padding, and without, have programs of their own.
+    assert [ranks for ranks, _ in trainer.kept_programs] == [4, 4]
+    # What the user compiles may compute something else.
+    trainer.compile(make_parts(), optimizer)
+    run(trainer.train_epoch, trainer, batches, num_steps=num_steps)
+    assert len(traced) == counts[-1] + counts[0]
+
+
 def test_an_epoch_goes_on_from_its_middle_and_stops_when_told(use_ranks):
     trainer, by_hand, hooks = trained(use_ranks(2)), ByHand(), Hooks(stop_after=3)
     batches = make_batches(16, 16, 16, 16, 16)

@@ -1,15 +1,20 @@
 """The programs of a trainer: steps of training and evaluation, and what they add to."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import jax
 import numpy as np
 import optax
+from jax import export
+from jax.sharding import Mesh
 
 from tnt_jax import _jax
 from tnt_jax.distributed.joining.runtime import Runtime
+from tnt_jax.distributed.shared_sums.joining import TARGET
+from tnt_jax.log import logger
 from tnt_jax.train import execution
 from tnt_jax.train.contracts import Parts, Steps
 from tnt_jax.train.execution import DeviceBatches
@@ -17,13 +22,77 @@ from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.health.number_watch import NumberWatch
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.steps.epoch_sums import zero_sums
+from tnt_jax.train.steps.step import compiled
+
+KeptPrograms = dict[tuple[int, str], bytes]
+"""Programs by the number of ranks, and by their operands in words."""
+
+
+class KeptStep:
+    """A jitted step `(state, sums, batch) -> (state, sums)` that is traced once in an elastic job.
+
+    Where processes are lost or join, devices are opened anew, and what was traced and compiled for
+    those before is gone. What was traced is `kept` for each number of ranks; the compiler finds its
+    program on the disk.
+    """
+
+    def __init__(self, step: Any, kept: KeptPrograms, mesh: Mesh) -> None:
+        self._step, self._kept, self._mesh = step, kept, mesh
+        self._opened: dict[Any, Any] = {}
+
+    def __call__(self, *operands: Any) -> Any:
+        """Runs the step."""
+        return self._of(operands)(*operands)
+
+    def lower(self, *operands: Any) -> Any:
+        """Returns the lowered program."""
+        return self._of(operands).lower(*operands)
+
+    def trace(self, *operands: Any) -> Any:
+        """Returns the traced step."""
+        return self._step.trace(*operands)
+
+    def _of(self, operands: tuple[Any, ...]) -> Any:
+        leaves, tree = jax.tree.flatten(operands)
+        kind = tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        if kind not in self._opened:
+            try:
+                self._opened[kind] = self._open(operands, (self._mesh.size, str(kind)))
+            except Exception as error:  # If it is of the step, the call raises it again.
+                logger.debug("A step is traced for each generation: %s", error)
+                self._opened[kind] = self._step
+        return self._opened[kind]
+
+    def _open(self, operands: tuple[Any, ...], key: tuple[int, str]) -> Any:
+        """Returns a jitted function of what is kept, or of the step, which is traced and kept."""
+        # With a state in parts, training does not go on in place.
+        if not all(x.sharding.is_fully_replicated for x in jax.tree.leaves(operands[0])):
+            return self._step
+        if key not in self._kept:
+            checks = [export.DisabledSafetyCheck.custom_call(TARGET)]
+            traced = export.export(self._step, disabled_checks=checks)(*operands)
+            # Without the types of the trees, which bytes cannot tell.
+            plain = replace(
+                traced,
+                in_tree=jax.tree.structure(((0,) * traced.in_tree.num_leaves, {})),
+                out_tree=jax.tree.structure((0,) * traced.out_tree.num_leaves),
+            )
+            self._kept[key] = bytes(plain.serialize())
+        program = export.deserialize(bytearray(self._kept[key]))
+        structure = jax.tree.structure(operands[:2])
+
+        def step(*operands: Any) -> Any:
+            return structure.unflatten(program.call(*jax.tree.leaves(operands)))
+
+        shardings = jax.tree.map(lambda x: x.sharding, operands[:2])
+        return compiled(step, self._mesh, out_shardings=shardings)
 
 
 class CompiledSteps:
     """Steps for one choice of parts and optimizer; each is compiled when it is first called.
 
     A state that is only traced may be a description. `watch` looks for numbers that are not finite;
-    it is None to look for none.
+    it is None to look for none. `kept` are the programs of training of an elastic job.
     """
 
     def __init__(
@@ -35,12 +104,14 @@ class CompiledSteps:
         *,
         accumulation_steps: int,
         on_nan: OnNaN | None,
+        kept: KeptPrograms | None = None,
     ) -> None:
         self.parts = parts
         self.watch = NumberWatch(on_nan, parts, steps.mesh) if on_nan else None
         self._platform, self._mesh = runtime.platform, steps.mesh
         options: Any = {"accumulation_steps": accumulation_steps, "on_nan": on_nan}
-        self._train_step = steps.train(parts, optimizer, **options)
+        self._kept = kept
+        self._train_step = self._lasting(steps.train(parts, optimizer, **options))
         self._steps = steps
         # Several steps as one program, made when the first such batch comes.
         self._make_train_steps: Callable[[], Callable] | None = None
@@ -62,7 +133,7 @@ class CompiledSteps:
             return self._train_step
         if self._train_steps is None:
             assert self._make_train_steps is not None
-            self._train_steps = execution.fused_unless_slow(
+            steps = execution.fused_unless_slow(
                 self._make_train_steps(),
                 self._train_step,
                 state,
@@ -70,7 +141,14 @@ class CompiledSteps:
                 group.batch,
                 platform=self._platform,
             )
+            self._train_steps = steps = self._lasting(steps)
+            return steps
         return self._train_steps
+
+    def _lasting(self, step: Callable) -> Callable:
+        if self._kept is None or not isinstance(step, jax.stages.Wrapped):
+            return step
+        return KeptStep(step, self._kept, self._mesh)
 
     def evaluation(self, group: DeviceBatches) -> Callable:
         """Returns what evaluates a group: `(params, model_state, sums, batch) -> sums`."""

@@ -26,7 +26,7 @@ from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.train import execution
 from tnt_jax.train.ahead import Ahead, ComingState, coming_state
-from tnt_jax.train.compiled_steps import CompiledSteps
+from tnt_jax.train.compiled_steps import CompiledSteps, KeptPrograms
 from tnt_jax.train.contracts import Batch, Hooks, Parts, Steps
 from tnt_jax.train.execution import DeviceBatches, InFlight, in_groups, stack
 from tnt_jax.train.finite import OnNaN
@@ -77,6 +77,9 @@ class Trainer:
         self._optimizer: optax.GradientTransformation | None = None
         self._accumulation_steps = 1
         self._compiled: CompiledSteps | None = None
+        # Of an elastic job, until `compile` chooses something else.
+        self.kept_programs: KeptPrograms | None = None if link() is None else {}
+        self._reopens = False
         self.ahead, self.evaluation_ahead = Ahead(), Ahead()
         self.fewer_rows: Callable[[], bool] | None = None
         self.fewer_evaluated_rows: Callable[[], bool] | None = None
@@ -124,7 +127,7 @@ class Trainer:
     def reopen(self, runtime: Runtime, steps: Steps, kept: Any) -> None:
         """Goes on from what `kept` returned, on other devices; `compile` follows."""
         self._use(runtime, steps)
-        self._compiled = None
+        self._compiled, self._reopens = None, True
         self._is_alone = runtime.mesh.size == 1 and jax.process_count() == 1
         self.set_state(kept)
 
@@ -242,6 +245,9 @@ class Trainer:
         `on_nan` says what follows a step that is not finite, None to take it.
         """
         self._ran.clear()
+        if self.kept_programs and not self._reopens:
+            self.kept_programs.clear()
+        self._reopens = False
         self._compiled = CompiledSteps(
             self.runtime,
             self.steps,
@@ -249,6 +255,7 @@ class Trainer:
             optimizer,
             accumulation_steps=accumulation_steps,
             on_nan=on_nan,
+            kept=self.kept_programs,
         )
         self.use_optimizer(optimizer, accumulation_steps=accumulation_steps)
 

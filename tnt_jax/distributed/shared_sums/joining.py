@@ -33,7 +33,8 @@ from tnt_jax.log import logger
 _SOURCE = Path(__file__).with_name("sums.c")
 _OPTIONS = ("-std=gnu11", "-O3", "-shared", "-fPIC", "-pthread")
 _COMPILE_S = 60
-_TARGET = "tnt_jax_sum"
+TARGET = "tnt_jax_sum"
+"""Name of the call that stands for a sum in programs."""
 _CALL = "shared memory"
 _TOKEN_BYTES = 32
 # Microseconds that a sum looks for the others' values before it lets its thread go. No time, where
@@ -106,7 +107,7 @@ def join(devices: Sequence[Any], *, is_wanted: bool = True) -> None:
         problem = _opened(library, told[members[0]][0], members, own, looking_us)
         problems = [text for text in meet(_CALL, problem) if text]
         handler = jax.ffi.pycapsule(library.tnt_jax_sum)
-        if not problems and _jax.replace_sums(_TARGET, handler, hosts):
+        if not problems and _jax.replace_sums(TARGET, handler, hosts):
             _library.set(library)
             _open.set(len(hosts))
         else:
