@@ -103,7 +103,7 @@ BUCKETS = trial("sums", "--fusion-threshold 0", 0.02, 0.012)
             {"as is": 20},
             {"trials": [trial("callback", "Slow", 0.02, 0.02)]},
             "callback",
-            "of the script's, Slow alone acts after each",
+            "hold steps up; Slow alone acts after each",
         ),
         (
             {"as is": 20},

@@ -505,10 +505,7 @@ def _unsure_which(tried: Sequence[Mapping[str, Any]]) -> list[str]:
     """Says of callbacks, none of which was seen to help when it was left out, what is known."""
     if len(tried) > 1:
         return ["Callbacks hold steps up; no single one does."]
-    return [
-        f"Callbacks hold steps up; of the script's, {trial['name']} alone acts after each."
-        for trial in tried
-    ]
+    return [f"Callbacks hold steps up; {trial['name']} alone acts after each." for trial in tried]
 
 
 def _tried(
