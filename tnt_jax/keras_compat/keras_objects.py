@@ -59,8 +59,8 @@ _ABSTRACT = """
 """.split()
 
 
-def is_keras(value: Any, kind: str) -> bool:
-    """Returns whether a value is an instance of a Keras class, such as `"losses.Loss"`."""
+def is_keras(value: Any, kind: str = "models.Model") -> bool:
+    """Returns whether a value is an instance of a Keras class, without importing Keras."""
     if "keras" not in sys.modules:
         return False
     module, name = kind.split(".")

@@ -8,7 +8,7 @@ from typing import Any
 from tnt_jax.distributed.host.collectives import raise_on_all_processes
 from tnt_jax.keras_compat.callbacks.base import Callback
 from tnt_jax.keras_compat.callbacks.monitor import Mode, Monitor, SaveFreq, SavingTimes
-from tnt_jax.keras_compat.saving import keras_files
+from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.keras_compat.saving.weight_files import is_file_name
 from tnt_jax.train.checkpoints.checkpoint import Checkpoints
 from tnt_jax.train.checkpoints.folders import problem_of_folder
@@ -88,7 +88,7 @@ class ModelCheckpoint(Callback):
     def set_model(self, model: Any) -> None:
         """Receives the model; a ValueError if it does not support the path's file extension."""
         super().set_model(model)
-        is_file_name(Path(self.filepath), of_keras=keras_files.is_keras(model.module))
+        is_file_name(Path(self.filepath), of_keras=is_keras(model.module))
         if self.save_best_only:
             self._watch.resolve(model)
 

@@ -229,9 +229,7 @@ def write_embeddings(
 
 def write_keras_graph(writer: Any, module: Any) -> None:
     """Writes the layers of a functional or Sequential Keras model for TensorBoard's graph."""
-    if not (
-        is_keras(module, "models.Model") and type(module).__name__ in ("Functional", "Sequential")
-    ):
+    if not (is_keras(module) and type(module).__name__ in ("Functional", "Sequential")):
         return
     from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata  # pyright: ignore
     from tensorboardX.proto.tensor_pb2 import TensorProto  # pyright: ignore

@@ -8,9 +8,9 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.keras_compat.optimizers import LossScaleOptimizer, Optimizer
 from tnt_jax.keras_compat.optimizers.from_keras import KerasOptimizer
-from tnt_jax.keras_compat.saving import keras_files
 
 # Methods by which a Keras model changes fit and evaluate, and those for predict.
 _OF_TRAINING = """
@@ -49,9 +49,7 @@ def choose_optimizer(identifier: Any, module: Any, *, auto_scale_loss: bool) -> 
 
     optimizer = required(identifier)
     policies = (
-        [layer.dtype_policy.name for layer in module._flatten_layers()]
-        if keras_files.is_keras(module)
-        else []
+        [layer.dtype_policy.name for layer in module._flatten_layers()] if is_keras(module) else []
     )
     if (
         auto_scale_loss
@@ -69,10 +67,10 @@ def transformation_of(
     if isinstance(optimizer, LossScaleOptimizer):
         # Inside the scaling: a skipped step applies no constraint.
         return optimizer.scaled(transformation_of(optimizer.inner_optimizer, variables))
-    is_keras = isinstance(optimizer, KerasOptimizer)
-    transformation = (
-        optimizer.transformation_for(variables) if is_keras else optimizer.transformation()
-    )
+    if isinstance(optimizer, KerasOptimizer):
+        transformation = optimizer.transformation_for(variables)
+    else:
+        transformation = optimizer.transformation()
     return _constrained(
         transformation, variables, accumulates=optimizer.gradient_accumulation_steps is not None
     )
@@ -125,7 +123,7 @@ def _check_start(params: Any, constraints: Mapping[str, Callable]) -> None:
 
 
 def _overridden(module: Any, names: Sequence[str]) -> list[str]:
-    if not keras_files.is_keras(module):
+    if not is_keras(module):
         return []
     import keras
 

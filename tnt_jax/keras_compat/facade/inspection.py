@@ -18,7 +18,7 @@ from tnt_jax.keras_compat.compiling.compiled import Compiled
 from tnt_jax.keras_compat.configuration import plain
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, to_batch
 from tnt_jax.keras_compat.fit.preparation import Shared
-from tnt_jax.keras_compat.saving import keras_files
+from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.keras_compat.state.building import kinds
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.keras_compat.state.optimizer_view import StateVariable, state_variables
@@ -153,7 +153,7 @@ class Inspection:
         A layer of a Flax module is the first part of its weights' paths; there is none before it is
         built. A callback gets the layers of a Keras model with the weights of the last step.
         """
-        if keras_files.is_keras(self._core.module):
+        if is_keras(self._core.module):
             return self._core.current_module.layers
         if not self._shared.state.built:
             return []
@@ -219,7 +219,7 @@ class Inspection:
 
     @trainable.setter
     def trainable(self, value: bool) -> None:
-        if not keras_files.is_keras(self._core.module):
+        if not is_keras(self._core.module):
             raise ValueError(
                 "model.trainable is for Keras models. Pass tnt_jax.Model(module, frozen=[...]) or "
                 "trainable=[...], with the paths of parameters."

@@ -10,6 +10,7 @@ from flax import traverse_util
 
 from tnt_jax.distributed.host import collectives
 from tnt_jax.keras_compat.facade.model import Model
+from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.keras_compat.saving import keras_files
 from tnt_jax.keras_compat.saving.describe import is_linen
 from tnt_jax.keras_compat.saving.rebuild import (
@@ -38,7 +39,7 @@ def save_model(
     """
     if isinstance(model, Model):
         wrapped = model
-    elif keras_files.is_keras(model):
+    elif is_keras(model):
         wrapped = Model(model)
     else:
         raise ValueError(
@@ -107,13 +108,13 @@ def clone_model(model: Any) -> Model:
 
     An NNX module cannot be initialized again: its clone keeps the weights.
     """
-    if not isinstance(model, Model) and not keras_files.is_keras(model):
+    if not isinstance(model, Model) and not is_keras(model):
         raise ValueError(
             f"clone_model needs a tnt_jax.Model or a Keras model, but got {type(model).__name__}."
         )
     module = model.module if isinstance(model, Model) else model
     options = model.options if isinstance(model, Model) else {}
-    if keras_files.is_keras(module):
+    if is_keras(module):
         import keras
 
         return Model(keras.models.clone_model(module), **options)
@@ -197,7 +198,7 @@ def _load_described(
 
 def _build(model: Model, arrays: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
     """Creates variables of the right structure for a model."""
-    if keras_files.is_keras(model.module):
+    if is_keras(model.module):
         inputs = _inputs_of(model.module, notes)
         if inputs is None:
             raise ValueError(

@@ -18,6 +18,7 @@ from tnt_jax.distributed.joining import runtime
 from tnt_jax.files import replacing
 from tnt_jax.keras_compat.callbacks.backup_and_restore import BACKUP_PREFIX, newest_backup
 from tnt_jax.keras_compat.callbacks.base import Scope, check_changes_model, current_scope
+from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.keras_compat.saving import keras_descriptions, keras_files
 from tnt_jax.keras_compat.saving.describe import NotDescribable, describe
 from tnt_jax.keras_compat.saving.weight_files import (
@@ -55,7 +56,7 @@ class Saver:
         """See `Model.save`, and without the description of the model `Model.save_weights`."""
         path = Path(filepath)
         notes = self._description() if with_model else {}
-        is_file = is_file_name(path, of_keras=keras_files.is_keras(self._core.module))
+        is_file = is_file_name(path, of_keras=is_keras(self._core.module))
         state = self._state.state
         scope: Scope = "per_process" if all_devices else current_scope()
         exists = path.exists() and not overwrite
@@ -89,11 +90,7 @@ class Saver:
         self._state.require_built()
         self._state.start_optimizer()
         _raise_in_scope(problem_of_path(path))
-        if (
-            keras_files.is_keras(self._core.module)
-            and path.is_file()
-            and path.suffix != SAFETENSORS_ENDING
-        ):
+        if is_keras(self._core.module) and path.is_file() and path.suffix != SAFETENSORS_ENDING:
             if skip_mismatch:
                 self._core.write_back()
             self._core.module.load_weights(path, skip_mismatch=skip_mismatch)
@@ -109,7 +106,7 @@ class Saver:
     def get_config(self) -> dict[str, Any]:
         """See `Model.get_config`."""
         options = {"options": describe(self._core.options.saved())}
-        if keras_files.is_keras(self._core.module):
+        if is_keras(self._core.module):
             inputs = self._core.adapter.sample_inputs()
             return keras_files.describe_model(self._core.module, inputs) | options
         return {"module": describe(self._core.module)} | options
@@ -125,7 +122,7 @@ class Saver:
         with replacing(path) as temporary:
             if path.name.endswith(SAFETENSORS_ENDING):
                 write_safetensors(temporary, only(arrays, "params", "model_state"))
-            elif keras_files.is_keras(self._core.module):
+            elif is_keras(self._core.module):
                 self._core.adapter.write_back(
                     Variables(*jax.tree.map(np.array, (state.params, state.model_state)))
                 )

@@ -31,7 +31,7 @@ from tnt_jax.keras_compat.fit.data_intake import (
 )
 from tnt_jax.keras_compat.fit.hooks import Progress
 from tnt_jax.keras_compat.fit.resume import Resumption
-from tnt_jax.keras_compat.saving.keras_files import is_keras
+from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.keras_compat.state.building import Builder, kinds
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.keras_compat.state.model_state import ModelState

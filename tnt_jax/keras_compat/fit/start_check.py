@@ -133,7 +133,7 @@ def _of_variables(core: Core) -> dict[str, Any]:
 
 def _described(module: Any) -> Any:
     """Returns the settings of a module, as far as it tells them."""
-    if is_keras(module, "models.Model"):
+    if is_keras(module):
         layers = [_described(layer) for layer in module.layers]
         return {"class": class_name(type(module)), "layers": layers}
     if is_keras(module, "layers.Layer"):

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,12 +17,6 @@ from tnt_jax.log import logger
 
 _NOTES, _ARRAYS = "tnt_jax.json", "tnt_jax.h5"
 _KERAS_CONFIG, _KERAS_METADATA = "config.json", "metadata.json"
-
-
-def is_keras(module: Any) -> bool:
-    """Returns whether a module is a Keras model, without importing Keras."""
-    keras = sys.modules.get("keras")
-    return keras is not None and isinstance(module, keras.Model)
 
 
 def describe_model(model: Any, inputs: Any) -> dict[str, Any]:

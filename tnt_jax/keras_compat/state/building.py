@@ -9,7 +9,7 @@ import numpy as np
 
 from tnt_jax.adapters.base import CallError, CallStyle
 from tnt_jax.data.arguments import check_numbers
-from tnt_jax.keras_compat.saving.keras_files import is_keras
+from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.trainer import trace_outputs
