@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from tnt_jax.keras_compat.saving import keras_descriptions
@@ -21,8 +22,6 @@ _KERAS_CONFIG, _KERAS_METADATA = "config.json", "metadata.json"
 
 def describe_model(model: Any, inputs: Any) -> dict[str, Any]:
     """Returns the configuration of a Keras model as JSON values."""
-    import jax
-
     listed = jax.tree.map(
         lambda x: f"{np.dtype(x.dtype).name} {' '.join(map(str, x.shape))}", inputs
     )
@@ -31,7 +30,6 @@ def describe_model(model: Any, inputs: Any) -> dict[str, Any]:
 
 def described_inputs(config: Mapping[str, Any]) -> Any:
     """Returns the inputs that were passed to `describe_model`; None if they are unknown."""
-    import jax
 
     def struct(text: Any) -> jax.ShapeDtypeStruct:
         try:
@@ -78,7 +76,6 @@ def write(
 
 def _legacy(compile_config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns `compile_config` as Keras's legacy files hold it; None, logged, if they cannot."""
-    import jax
     import keras
 
     def named(value: Any) -> Any:
@@ -187,8 +184,6 @@ def compile_arguments(
 
 def inputs_of(model: Any) -> Any:
     """Returns shapes and dtypes of the inputs of a Keras model, for one row; None if unknown."""
-    import jax
-
     if not model.built or getattr(model, "inputs", None) is None:
         return None
     structs = [

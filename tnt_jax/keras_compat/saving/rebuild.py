@@ -16,6 +16,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import jax.numpy as jnp
+
 from tnt_jax.keras_compat import configuration
 from tnt_jax.keras_compat.configuration import Recorded
 from tnt_jax.keras_compat.saving import keras_descriptions
@@ -215,8 +217,6 @@ def _float(text: Any) -> float:
 
 
 def _dtype(name: Any) -> Any:
-    import jax.numpy as jnp
-
     if not isinstance(name, str) or name not in dtype_names():
         raise ValueError(
             "A description names dtypes such as float32 and bfloat16, but this one has "
