@@ -67,11 +67,7 @@ class ObjectiveParts:
     """Parts of a step that call a custom objective."""
 
     def __init__(
-        self,
-        objective: Objective,
-        apply: Apply,
-        names: list[str],
-        rows_at_once: int | None = None,
+        self, objective: Objective, apply: Apply, names: list[str], rows_at_once: int | None = None
     ) -> None:
         self.rows_at_once = rows_at_once
         self._objective = objective

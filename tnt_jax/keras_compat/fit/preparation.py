@@ -23,12 +23,7 @@ from tnt_jax.keras_compat.compiling.row_checks import (
     outputs_per_row,
     traced_dependence,
 )
-from tnt_jax.keras_compat.fit.data_intake import (
-    DataIntake,
-    Weighting,
-    require_targets,
-    to_batch,
-)
+from tnt_jax.keras_compat.fit.data_intake import DataIntake, Weighting, require_targets, to_batch
 from tnt_jax.keras_compat.fit.hooks import Progress
 from tnt_jax.keras_compat.fit.resume import Resumption
 from tnt_jax.keras_compat.keras_objects import is_keras
@@ -111,10 +106,7 @@ class Preparation:
         trainer.ahead.start(lambda: trainer.lower(prepare([first] * num_steps)))
 
     def fit_memory(
-        self,
-        stream: EpochStream,
-        first: HostBatch,
-        unpack: Callable[[HostBatch], Batch],
+        self, stream: EpochStream, first: HostBatch, unpack: Callable[[HostBatch], Batch]
     ) -> None:
         """Chooses a step that fits the memory of the devices, and compiles it; after `check_rows`.
 

@@ -13,12 +13,7 @@ from tnt_jax.data.arguments import is_arrays
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.liveness.rendezvous import check_not_alone
-from tnt_jax.keras_compat.fit.data_intake import (
-    DataArguments,
-    Weighting,
-    class_weighting,
-    to_batch,
-)
+from tnt_jax.keras_compat.fit.data_intake import DataArguments, Weighting, class_weighting, to_batch
 from tnt_jax.keras_compat.fit.evaluation import as_returned
 from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.state.core import Core

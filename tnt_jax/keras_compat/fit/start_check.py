@@ -59,11 +59,7 @@ _ADVICE = (
 
 
 def compare_starts(
-    call: str,
-    core: Core,
-    data: DataArguments,
-    arguments: FitArguments | None = None,
-    **others: Any,
+    call: str, core: Core, data: DataArguments, arguments: FitArguments | None = None, **others: Any
 ) -> None:
     """Raises an error on all processes unless all begin the same call in the same way."""
     if get_process_count() == 1:

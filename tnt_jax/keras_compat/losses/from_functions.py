@@ -141,10 +141,7 @@ def _required(function: Callable[..., Any]) -> list[str]:
     """Returns the names of the first two positional arguments, and of others without defaults."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (
-        TypeError,
-        ValueError,
-    ):  # Some callables written in C have no signature.
+    except (TypeError, ValueError):  # Some callables written in C have no signature.
         return []
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return [p.name for index, p in enumerate(positional) if index < 2 or p.default is p.empty]

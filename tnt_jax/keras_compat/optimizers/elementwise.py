@@ -5,12 +5,7 @@ from typing import Unpack
 import jax.numpy as jnp
 from jax import Array
 
-from tnt_jax.keras_compat.optimizers.base import (
-    LearningRate,
-    Optimizer,
-    Options,
-    Slots,
-)
+from tnt_jax.keras_compat.optimizers.base import LearningRate, Optimizer, Options, Slots
 
 
 class SGD(Optimizer):

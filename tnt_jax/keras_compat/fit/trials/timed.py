@@ -66,10 +66,7 @@ class PlanLoop(FitLoop):
         trainer = self._core.trainer
         lowered = trainer.lower_train_step(plan.unpack(plan.first))
         planned = plan_step(
-            lowered,
-            trainer.require_state(),
-            trainer.runtime.mesh,
-            notes=self._core.mesh_notes(),
+            lowered, trainer.require_state(), trainer.runtime.mesh, notes=self._core.mesh_notes()
         )
         if is_master_rank():
             print(planned.text(), flush=True)
