@@ -279,24 +279,24 @@ class ThresholdCounts(Metric):
     An output above a threshold is a positive decision.
 
     Args:
+        name: See `Metric`.
+        dtype: See `Metric`; as in Keras, counts are always float32.
+        counts: The counts, of the four, that the metric needs.
         thresholds: One or several numbers in [0, 1], by default 0.5; for several, the result has
             one entry each.
         top_k: Only the `top_k` largest outputs of a row can be positive; without thresholds all of
             them are.
         class_id: Only this entry of the last dimension counts.
-        counts: The counts, of the four, that the metric needs.
-        dtype: See `Metric`; as in Keras, counts are always float32.
     """
 
     def __init__(
         self,
         name: str | None,
-        *,
-        thresholds: float | Sequence[float] | None,
-        top_k: int | None,
-        class_id: int | None,
+        dtype: Any,
         counts: Sequence[str],
-        dtype: Any = None,
+        thresholds: float | Sequence[float] | None,
+        top_k: int | None = None,
+        class_id: int | None = None,
     ) -> None:
         super().__init__(dtype, name)
         default = 0.5 if top_k is None else NOTHING
@@ -351,14 +351,7 @@ class _Share(ThresholdCounts):
         name: str | None = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__(
-            name,
-            thresholds=thresholds,
-            top_k=top_k,
-            class_id=class_id,
-            counts=self._counts,
-            dtype=dtype,
-        )
+        super().__init__(name, dtype, self._counts, thresholds, top_k, class_id)
 
     def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
         """Returns the share, one for each threshold if there are several."""
@@ -387,14 +380,7 @@ class _Count(ThresholdCounts):
         name: str | None = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__(
-            name,
-            thresholds=thresholds,
-            top_k=None,
-            class_id=None,
-            counts=(self._counted,),
-            dtype=dtype,
-        )
+        super().__init__(name, dtype, (self._counted,), thresholds)
         self.accumulator = getattr(self, self._counted)
 
     def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
@@ -447,14 +433,7 @@ class _BestUnderConstraint(ThresholdCounts):
             if num_thresholds == 1
             else [index / (num_thresholds - 1) for index in range(num_thresholds)]
         )
-        super().__init__(
-            name,
-            thresholds=thresholds,
-            top_k=None,
-            class_id=class_id,
-            counts=ALL_COUNTS,
-            dtype=dtype,
-        )
+        super().__init__(name, dtype, ALL_COUNTS, thresholds, class_id=class_id)
         self.value = value
         self.num_thresholds = num_thresholds
 
