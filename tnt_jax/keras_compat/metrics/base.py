@@ -10,7 +10,8 @@ subclass may implement those two instead, with variables from `add_variable`, as
 accepts it only if its updates add up (`metrics.stateful`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -43,6 +44,14 @@ from tnt_jax.keras_compat.losses import (  # noqa: F401 (public names of `metric
 )
 from tnt_jax.keras_compat.losses.base import compute_dtype
 from tnt_jax.train.loops.context import current_step, weight_of_real_rows
+
+
+def _operator(function: Callable[[Any, Any], Any]) -> Callable[["Variable", Any], jax.Array]:
+    return lambda variable, other: function(variable.value, jnp.asarray(other))
+
+
+def _reflected(function: Callable[[Any, Any], Any]) -> Callable[["Variable", Any], jax.Array]:
+    return lambda variable, other: function(jnp.asarray(other), variable.value)
 
 
 class Variable:
@@ -158,44 +167,13 @@ class Variable:
     def __neg__(self) -> jax.Array:
         return -self.value
 
-    def __add__(self, other: Any) -> jax.Array:
-        return self.value + jnp.asarray(other)
-
-    def __radd__(self, other: Any) -> jax.Array:
-        return jnp.asarray(other) + self.value
-
-    def __sub__(self, other: Any) -> jax.Array:
-        return self.value - jnp.asarray(other)
-
-    def __rsub__(self, other: Any) -> jax.Array:
-        return jnp.asarray(other) - self.value
-
-    def __mul__(self, other: Any) -> jax.Array:
-        return self.value * jnp.asarray(other)
-
-    def __rmul__(self, other: Any) -> jax.Array:
-        return jnp.asarray(other) * self.value
-
-    def __truediv__(self, other: Any) -> jax.Array:
-        return self.value / jnp.asarray(other)
-
-    def __rtruediv__(self, other: Any) -> jax.Array:
-        return jnp.asarray(other) / self.value
-
-    def __pow__(self, other: Any) -> jax.Array:
-        return self.value ** jnp.asarray(other)
-
-    def __lt__(self, other: Any) -> jax.Array:
-        return self.value < jnp.asarray(other)
-
-    def __le__(self, other: Any) -> jax.Array:
-        return self.value <= jnp.asarray(other)
-
-    def __gt__(self, other: Any) -> jax.Array:
-        return self.value > jnp.asarray(other)
-
-    def __ge__(self, other: Any) -> jax.Array:
-        return self.value >= jnp.asarray(other)
+    __add__, __radd__ = _operator(operator.add), _reflected(operator.add)
+    __sub__, __rsub__ = _operator(operator.sub), _reflected(operator.sub)
+    __mul__, __rmul__ = _operator(operator.mul), _reflected(operator.mul)
+    __truediv__, __rtruediv__ = _operator(operator.truediv), _reflected(operator.truediv)
+    __pow__ = _operator(operator.pow)
+    __lt__, __le__ = _operator(operator.lt), _operator(operator.le)
+    __gt__, __ge__ = _operator(operator.gt), _operator(operator.ge)
 
 
 class Metric(Recorded):
