@@ -80,11 +80,6 @@ class OnAllRanks(_Wrapper):
     """Lets a callback print and write files on every process; give each process its own path."""
 
 
-def is_wrapped(callback: Any) -> bool:
-    """Returns whether a callback is in `OnMaster` or `OnAllRanks`."""
-    return isinstance(callback, _Wrapper)
-
-
 def controls_training(callback: Any) -> bool:
     """Returns whether every process needs a callback, because it decides how training goes on."""
     inner = getattr(callback, "callback", callback)
@@ -117,14 +112,10 @@ def check_can_read(array: jax.Array) -> None:
 
 def check_known(callback: Any) -> None:
     """Raises a ValueError for unsupported callbacks, with an alternative."""
-    found = (
-        cls
-        for cls in type(callback).__mro__
-        if cls.__name__ in _REJECTED and not cls.__module__.startswith("tnt_jax.")
-    )
-    name = next((cls.__name__ for cls in found), None)
-    if name is not None:
-        raise ValueError(f"The callback {name} is not supported. {_REJECTED[name]}")
+    for cls in type(callback).__mro__:
+        name = cls.__name__
+        if name in _REJECTED and not cls.__module__.startswith("tnt_jax."):
+            raise ValueError(f"The callback {name} is not supported. {_REJECTED[name]}")
 
 
 @dataclass(frozen=True)

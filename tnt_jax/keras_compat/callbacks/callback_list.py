@@ -21,12 +21,12 @@ from tnt_jax.keras_compat.callbacks.base import (
     DECIDING,
     Callback,
     CallbackScope,
+    OnAllRanks,
     OnMaster,
     callback_scope,
     controls_training,
     first_base,
     is_keras_writer,
-    is_wrapped,
 )
 from tnt_jax.keras_compat.callbacks.monitor import direction
 from tnt_jax.keras_compat.callbacks.progbar import ProgbarLogger
@@ -137,7 +137,7 @@ def _completed(
             found.append(History() if kind == "History" else OnMaster(_OfMaster(may_stop)))
         else:
             item = next(own)
-            is_as_it_is = kind == "History" or is_wrapped(item)
+            is_as_it_is = kind == "History" or isinstance(item, (OnMaster, OnAllRanks))
             found.append(item if is_as_it_is else OnMaster(item))
     return found
 

@@ -229,10 +229,9 @@ class ProgbarLogger(Callback):
         self._before = None
         self._bar = new_bar(title, total) if self._verbose == 1 else None
         if self._bar is not None:
-            self._show_warning, warnings.showwarning = (
-                warnings.showwarning,
-                _beside_bars(warnings.showwarning),
-            )
+            # Warnings are printed on lines of their own, and the bar below them.
+            self._show_warning = warnings.showwarning
+            warnings.showwarning = beside_bars()(warnings.showwarning)
 
     def _advance(self, logs: Mapping[str, float] | None) -> None:
         self._steps += 1
@@ -280,16 +279,6 @@ class ProgbarLogger(Callback):
             else (self._rows, self._start)
         )
         return rows / max(moment - start, 1e-9)
-
-
-def _beside_bars(show: Callable[..., None]) -> Callable[..., None]:
-    """Returns a function that prints a warning on its own lines, and the bar below it."""
-
-    def show_beside(*args: Any, **kwargs: Any) -> None:
-        with beside_bars():
-            show(*args, **kwargs)
-
-    return show_beside
 
 
 def _short(value: Any) -> str:
