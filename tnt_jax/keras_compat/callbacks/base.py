@@ -45,6 +45,18 @@ _REJECTED = {
 _scope: ContextVar[Scope] = ContextVar("tnt_jax_callback_scope", default="all_processes")
 
 
+def flat(callbacks: Any) -> list[Any]:
+    """Returns callbacks, given as one, as None, or in nested sequences, as one list."""
+    if isinstance(callbacks, Sequence):
+        return [callback for part in callbacks for callback in flat(part)]
+    return [] if callbacks is None else [callbacks]
+
+
+def unwrapped(callbacks: Any) -> list[Any]:
+    """Returns callbacks as one list, without `OnMaster` and `OnAllRanks`."""
+    return [getattr(callback, "callback", callback) for callback in flat(callbacks)]
+
+
 class _Wrapper:
     def __init__(self, callback: Any) -> None:
         if isinstance(callback, (_Wrapper, type)) or not hasattr(callback, "set_model"):

@@ -26,6 +26,7 @@ from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.stopping import Points, Preempted, SharedStop, shared_stop
 from tnt_jax.job import Slot
 from tnt_jax.keras_compat.callbacks import History
+from tnt_jax.keras_compat.callbacks.base import unwrapped
 from tnt_jax.keras_compat.callbacks.callback_list import may_stop_within_epoch
 from tnt_jax.keras_compat.fit.data_intake import (
     DataArguments,
@@ -136,7 +137,8 @@ class FitLoop:
     @contextmanager
     def ending_on_request(self) -> Iterator[None]:
         """Lets a signal end the `fit` in the block, if a callback can save its state."""
-        with ending_on_request(self._callbacks.unwrapped if self.trains else ()) as self._points:
+        callbacks = unwrapped(self._callbacks.callbacks) if self.trains else ()
+        with ending_on_request(callbacks) as self._points:
             yield
 
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
@@ -206,7 +208,7 @@ class FitLoop:
         """Carries out the plan; returns the history, which one of the callbacks keeps."""
         self._shared.intake.log_plan(plan.stream)
         self._shared.resumption.begin(plan.stream, plan.arguments.initial_epoch)
-        self._shared.resumption.describe_run(plan, self._callbacks.unwrapped)
+        self._shared.resumption.describe_run(plan, unwrapped(self._callbacks.callbacks))
         self._plan = plan = replace(plan, validation=self._open_validation(plan))
         if self.trains and plan.validation is not None and plan.ever_validates:
             self._shared.preparation.compile_evaluation_ahead(plan.validation)

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -15,6 +15,7 @@ from tnt_jax.distributed.joining.runtime import init, is_master_rank
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.stopping import SharedStop
 from tnt_jax.keras_compat.callbacks import CallbackList, History, LazyLogs, ProgbarLogger
+from tnt_jax.keras_compat.callbacks.base import flat, unwrapped
 from tnt_jax.keras_compat.callbacks.callback_list import agree_on_callbacks
 from tnt_jax.train.execution import DeviceBatches
 
@@ -56,11 +57,6 @@ class CallbackArguments:
     verbose: int | str
     model: Any
 
-    @property
-    def unwrapped(self) -> list[Any]:
-        """The callbacks as one list, without wrappers."""
-        return [getattr(callback, "callback", callback) for callback in flat(self.callbacks)]
-
     @contextmanager
     def open(self, call: str, **params: Any) -> Iterator[CallbackList]:
         """Yields the callbacks, with the default ones, and clears the screen at last."""
@@ -70,7 +66,7 @@ class CallbackArguments:
                 f"{self.verbose!r}."
             )
         callbacks = agree_on_callbacks(flat(self.callbacks), call)
-        plain = [getattr(callback, "callback", callback) for callback in callbacks]
+        plain = unwrapped(callbacks)
         # History comes last, as in Keras 3: other callbacks may add to the logs that it records.
         if call == "Model.fit" and not any(isinstance(c, History) for c in plain):
             callbacks.append(History())
@@ -189,10 +185,3 @@ class PhaseHooks:
     def is_busy(self) -> bool:
         """Returns whether the last step that was started is still running."""
         return not all(x.is_ready() for x in jax.tree.leaves(self._progress.epoch_sums)[:1])
-
-
-def flat(callbacks: Any) -> list[Any]:
-    """Returns callbacks, given as one, as None, or in nested sequences, as one list."""
-    if isinstance(callbacks, Sequence):
-        return [callback for part in callbacks for callback in flat(part)]
-    return [] if callbacks is None else [callbacks]

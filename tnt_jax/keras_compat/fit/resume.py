@@ -23,13 +23,13 @@ from tnt_jax.distributed.host.comparison import describe_differences
 from tnt_jax.distributed.stopping import Points
 from tnt_jax.job import Slot
 from tnt_jax.keras_compat.callbacks import BackupAndRestore, CallbackList, RayReport
-from tnt_jax.keras_compat.callbacks.base import first_base
+from tnt_jax.keras_compat.callbacks.base import first_base, flat, unwrapped
 from tnt_jax.keras_compat.callbacks.callback_list import describe_callbacks
 from tnt_jax.keras_compat.callbacks.tuners import backup_on_ray, ray_storage
 from tnt_jax.keras_compat.comparable import comparable
 from tnt_jax.keras_compat.comparable import flat as flat_settings
 from tnt_jax.keras_compat.fit.data_intake import Plan
-from tnt_jax.keras_compat.fit.hooks import Place, Progress, flat
+from tnt_jax.keras_compat.fit.hooks import Place, Progress
 from tnt_jax.keras_compat.fit.start_check import (
     describe_compilation,
     describe_model,
@@ -77,12 +77,7 @@ def choose_directory(resume: Any, callbacks: Any) -> Path | None:
     ):
         raise ValueError(f"resume must be None, 'auto' or a directory, but is {resume!r}.")
     directory = os.environ.get(_DIR)
-    backs_up = any(
-        first_base(getattr(given, "callback", given), ["BackupAndRestore"])
-        for given in flat(callbacks)
-    )
-    if resume is None and not directory:
-        return None if backs_up else _directory_on_ray(callbacks)
+    backs_up = any(first_base(item, ["BackupAndRestore"]) for item in unwrapped(callbacks))
     if backs_up:
         if resume is None:
             return None
@@ -90,12 +85,15 @@ def choose_directory(resume: Any, callbacks: Any) -> Path | None:
             f"fit was given resume={os.fspath(resume)!r} and a BackupAndRestore, which does the "
             "same. Leave one of them out."
         )
+    if resume is None and not directory:
+        storage, report = ray_storage(), _ray_report(callbacks)
+        reports_metrics_alone = report is not None and report.save_freq is None
+        return None if storage is None or reports_metrics_alone else _next_of(storage.folder)
     if resume is None or resume == "auto":
         base = Path(directory) if directory else Path("checkpoints", _script_name())
     else:
         base = Path(resume)
-    base = base.absolute()
-    return _next_of(base)
+    return _next_of(base.absolute())
 
 
 def _next_of(base: Path) -> Path:
@@ -103,19 +101,9 @@ def _next_of(base: Path) -> Path:
     return base / f"fit-{_fits.get()[base]}"
 
 
-def _directory_on_ray(callbacks: Any) -> Path | None:
-    """Returns the directory of this call of `fit` that Ray stores; None outside of Ray."""
-    storage = ray_storage()
-    report = _ray_report(callbacks)
-    if storage is None or (report is not None and report.save_freq is None):
-        return None
-    return _next_of(storage.folder)
-
-
 def _ray_report(callbacks: Any) -> RayReport | None:
     """Returns the `RayReport` among the callbacks that the user passed."""
-    plain = (getattr(given, "callback", given) for given in flat(callbacks))
-    return next((item for item in plain if isinstance(item, RayReport)), None)
+    return next((item for item in unwrapped(callbacks) if isinstance(item, RayReport)), None)
 
 
 def with_backup(callbacks: Any, directory: Path | None) -> Any:

@@ -14,11 +14,11 @@ from tnt_jax.data.streams import full_batches, read_in_lockstep
 from tnt_jax.distributed.host.objects import broadcast_object
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.keras_compat.callbacks import CallbackList
-from tnt_jax.keras_compat.callbacks.base import first_base
+from tnt_jax.keras_compat.callbacks.base import first_base, flat, unwrapped
 from tnt_jax.keras_compat.callbacks.callback_list import overrides
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments, Plan
 from tnt_jax.keras_compat.fit.fit_loop import FitLoop
-from tnt_jax.keras_compat.fit.hooks import PhaseHooks, flat
+from tnt_jax.keras_compat.fit.hooks import PhaseHooks
 from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.fit.trials.timed import check_sums, step_to_tune
 from tnt_jax.train.contracts import CountedRows, Hooks
@@ -62,7 +62,7 @@ class ExplainLoop(FitLoop):
         with kept.open("Model.fit", **counts) as opened, self._core.fitting():
             seen = {**counts, "verbose": callbacks.verbose, "model": callbacks.model}
             measured = _Steps(self._shared, plan, opened, seen).explained()
-        left_out = [type(getattr(c, "callback", c)).__name__ for c in saving]
+        left_out = [type(callback).__name__ for callback in unwrapped(saving)]
         report(measured | {"callbacks_left_out": left_out})
 
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from tnt_jax.data.sources import Source
 from tnt_jax.keras_compat.callbacks import BackupAndRestore, Callback
-from tnt_jax.keras_compat.callbacks.base import first_base
+from tnt_jax.keras_compat.callbacks.base import first_base, unwrapped
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments, Plan
 from tnt_jax.keras_compat.fit.fit_loop import FitLoop
 from tnt_jax.keras_compat.fit.hooks import PhaseHooks
@@ -50,7 +50,7 @@ class RecordedLoop(FitLoop):
         """Trains, and hands back to the entry of the process."""
         kept = [
             callback
-            for callback in self._callbacks.unwrapped
+            for callback in unwrapped(self._callbacks.callbacks)
             if first_base(callback, RATE_CALLBACKS) is not None
         ]
         arguments = plan.arguments
