@@ -401,7 +401,7 @@ class BackupAndRestore(Callback):
             )
             arrays = saved.arrays | _new_settings(self.model.state, changes)
             self.model.set_state(with_arrays(self.model.state, arrays))
-            self.model.training_state.restore_groups(saved.extra)
+            self.model._trainer.of_group.restore(saved.extra)
             position = resumption.resume_at(
                 position, saved.notes["data"], numbered(saved.extra, "sums")
             )
@@ -444,12 +444,14 @@ class BackupAndRestore(Callback):
         return self.scope != "all_processes" or jax.process_count() == 1
 
     def _save(self, *, is_best: bool = False, ended: dict[str, Any] | None = None) -> None:
-        self.model.training_state.settle()
+        trainer = self.model._trainer
+        trainer.settle()
         reached = self.model.resumption.reached()
         states, arrays = collect(self.siblings)
-        leaves, of_groups = self.model.training_state.saved_groups(reached.sums)
+        leaves, of_groups = trainer.of_group.saved(reached.sums)
         sums = {f"sums/{index}": leaf for index, leaf in enumerate(leaves)}
-        state = self.model.training_state.gathered() if self.gathers else self.model.state
+        state = self.model.state
+        state = jax.tree.map(trainer.gather, state) if self.gathers else state
         self.newest = self._checkpoints.save(
             state,
             position=reached.position,

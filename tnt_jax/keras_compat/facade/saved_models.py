@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from flax import traverse_util
 
+from tnt_jax.adapters.base import Variables
 from tnt_jax.distributed.host import collectives
 from tnt_jax.keras_compat.facade.model import Model
 from tnt_jax.keras_compat.keras_objects import is_keras
@@ -208,7 +209,8 @@ def _build(model: Model, arrays: Mapping[str, Any], notes: Mapping[str, Any]) ->
         model.build(inputs)
     elif is_linen(model.module):
         parts = traverse_util.unflatten_dict(dict(arrays), sep="/")
-        model.training_state.build_from(parts.get("params", {}), parts.get("model_state", {}))
+        variables = Variables(parts.get("params", {}), parts.get("model_state", {}))
+        model._trainer.build_from(variables)
     else:
         model.build(None)
 

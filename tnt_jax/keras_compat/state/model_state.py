@@ -38,22 +38,6 @@ class ModelState:
         self.start_optimizer()
         return self.require_built()
 
-    def gathered(self) -> TrainState:
-        """Returns the whole training state, on each of the processes, which call it together."""
-        return jax.tree.map(self._core.trainer.gather, self.state)
-
-    def saved_groups(self, sums: Any) -> tuple[Any, dict[str, Any]]:
-        """Returns sums of an epoch, and what else each group of ranks has for itself, to save."""
-        return self._core.trainer.of_group.saved(sums)
-
-    def restore_groups(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Gives groups of ranks what they had for themselves, after the state was restored."""
-        self._core.trainer.of_group.restore(arrays)
-
-    def settle(self) -> None:
-        """Raises the error of a step that was not finite, if one was started, before a save."""
-        self._core.trainer.settle()
-
     def require_built(self) -> TrainState:
         """Returns the current training state."""
         self._core.read_assigned()
@@ -106,10 +90,6 @@ class ModelState:
         if isinstance(exported, list):
             return [int(number) for number in exported]
         return list(range(len(leaves)))
-
-    def build_from(self, params: Any, model_state: Any) -> None:
-        """Creates the state of a Flax module from host arrays in the form of a checkpoint."""
-        self._core.trainer.build_from(Variables(params, model_state))
 
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Replaces the parts of the state that `arrays` holds, as soon as the model is built."""
