@@ -63,11 +63,6 @@ class Compilation:
             jax.tree.leaves((arguments.loss, arguments.metrics, arguments.weighted_metrics))
         )
 
-    @property
-    def has_objective(self) -> bool:
-        """Whether an objective replaces the loss and the metrics."""
-        return self.arguments.objective is not None
-
 
 def new_compilation(
     module: Any, *, run_eagerly: bool, jit_compile: Any, **given: Any

@@ -539,7 +539,8 @@ class Model(SingleBatches, Inspection):
     @property
     def compiled_kinds(self) -> set[Any]:
         """Shapes of the batches that training has seen."""
-        return self._core.compiled_kinds
+        compilation = self._core.compilation
+        return set() if compilation is None else compilation.compiled_kinds
 
     @property
     def history(self) -> History | None:

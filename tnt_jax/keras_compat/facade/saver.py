@@ -156,7 +156,7 @@ class Saver:
     def _compile_config(self) -> dict[str, Any] | None:
         """Returns the arguments of `compile` for Keras, None if there are none that it knows."""
         compilation, optimizer = self._core.compilation, self._state.optimizer
-        if compilation is None or optimizer is None or compilation.has_objective:
+        if compilation is None or optimizer is None or compilation.arguments.objective is not None:
             return None
         return keras_descriptions.describe_compile(optimizer, compilation.given)
 

@@ -28,6 +28,7 @@ from tnt_jax.job import Slot
 from tnt_jax.keras_compat.callbacks import History
 from tnt_jax.keras_compat.callbacks.base import unwrapped
 from tnt_jax.keras_compat.callbacks.callback_list import may_stop_within_epoch
+from tnt_jax.keras_compat.compiling.compiled import Compiled
 from tnt_jax.keras_compat.fit.data_intake import (
     DataArguments,
     FitArguments,
@@ -172,7 +173,9 @@ class FitLoop:
         with self._core.trainer.building_meanwhile():
             stream, first = self._open(meanwhile=self._beside_first_batch(arguments, weighting))
             preparation.prepare(first, weighting)
-            preparation.check_classes(arguments.class_weight)
+            functions = self._core.functions
+            if arguments.class_weight and isinstance(functions, Compiled):
+                functions.check_classes(arguments.class_weight)
             plan = Plan(stream, first, weighting, None, arguments)
             if not data.fits_memory:
                 self._core.choose_mesh(plan.unpack(first))

@@ -1,6 +1,6 @@
 """Prepares compiled steps for a first batch: variables, losses, metrics and checks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,12 +64,6 @@ class Preparation:
         if compilation.functions is None:
             self._compile(compilation, functions)
         compilation.known_kinds.add(kind)
-
-    def check_classes(self, class_weight: Mapping[int, float] | None) -> None:
-        """Raises a ValueError if a class has a weight that the model's output does not have."""
-        functions = self._core.functions
-        if class_weight and isinstance(functions, Compiled):
-            functions.check_classes(class_weight)
 
     def prepare_announced(self, announced: HostBatch, weighting: Weighting | None) -> None:
         """Creates variables and compiled functions for data that is still being read.
@@ -160,7 +154,8 @@ class Preparation:
         """Returns why a step had better move rows than parameters; None if it had not."""
         core = self._core
         # mesh="auto" has measured the step that gathers.
-        if not isinstance(core.trainer.steps, ShardedSteps) or core.finds_mesh:
+        is_measured = core.has_open_mesh or core.memory_choice is not None
+        if not isinstance(core.trainer.steps, ShardedSteps) or is_measured:
             return None
         nbytes = bytes_of_products(core.trainer, batch, per_row)
         if nbytes is None:  # The compiler would sum gradients in half precision, too.

@@ -28,6 +28,7 @@ from tnt_jax.keras_compat.callbacks.callback_list import describe_callbacks
 from tnt_jax.keras_compat.callbacks.tuners import backup_on_ray, ray_storage
 from tnt_jax.keras_compat.comparable import comparable
 from tnt_jax.keras_compat.comparable import flat as flat_settings
+from tnt_jax.keras_compat.compiling.compiled import Compiled
 from tnt_jax.keras_compat.fit.data_intake import Plan
 from tnt_jax.keras_compat.fit.hooks import Place, Progress
 from tnt_jax.keras_compat.fit.start_check import (
@@ -375,7 +376,10 @@ class Resumption:
 
     def enter_epoch(self, epoch: int) -> None:
         """Says that training is before the first step of an epoch."""
-        kept = self._core.kept_sums(self._progress.place.sums)
+        functions, sums = self._core.functions, self._progress.place.sums
+        kept = None
+        if isinstance(functions, Compiled) and sums is not None:
+            kept = functions.kept(sums)
         self._progress.place = Place(epoch, sums=kept)
 
     def warn_unless_repeatable(self) -> None:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -46,17 +46,11 @@ from tnt_jax.train.trainer import Trainer
 
 
 class _Form(NamedTuple):
-    """A form that the step of a model may have.
+    """A form that the step of a model may have."""
 
-    Attributes:
-        name: What it is called; empty for the form that the steps have.
-        options: Options of the model.
-        sharding: How the model is sharded; None for data parallelism alone.
-    """
-
-    name: str
+    name: str  # Empty for the form that the steps have.
     options: ModelOptions
-    sharding: ShardingOptions | None
+    sharding: ShardingOptions | None  # None for data parallelism alone.
 
     def saving(self) -> "_Form":
         """Returns the same form with rematerialization."""
@@ -123,18 +117,12 @@ class Core:
             if self.options.pipeline is not None:
                 logger.info("%s.", *self._pipeline_notes(job))
             steps = self._first_steps(job)
-            seed, sync = self.options.seed, self.options.sync
-            if sync is None:
-                self._trainer = Trainer(self.adapter, job, steps, seed=seed)
-            else:
-                self._trainer = LocalTrainer(
-                    self.adapter,
-                    job,
-                    steps,
-                    seed=seed,
-                    sync=sync,
-                    threshold_kb=self.options.fusion_threshold,
+            options, make = self.options, Trainer
+            if options.sync is not None:
+                make = partial(
+                    LocalTrainer, sync=options.sync, threshold_kb=options.fusion_threshold
                 )
+            self._trainer = make(self.adapter, job, steps, seed=options.seed)
             _on_devices.get().add(self)
         return self._trainer
 
@@ -217,11 +205,7 @@ class Core:
             self._choose(auto.MESH, batch, self._forms(in_passes=False))
 
     def ask_for_passes(self) -> None:
-        """Lets the coming call compute as many rows at once as fit the memory of a device.
-
-        Raises:
-            ValueError: If an option decides how many they are.
-        """
+        """Lets the coming call compute as many rows at once as fit the memory of a device."""
         if self.options.sync is not None:
             raise ValueError(
                 f"{memory_choice.MICRO_BATCH} cannot be combined with sync=LocalSteps: the memory "
@@ -570,11 +554,6 @@ class Core:
         """Whether training has still to choose the mesh."""
         return self._sharding is not None and self._sharding.is_open
 
-    @property
-    def finds_mesh(self) -> bool:
-        """Whether training chooses, or has chosen, the mesh."""
-        return self.has_open_mesh or self.memory_choice is not None
-
     def mesh_notes(self) -> list[str]:
         """Returns why training chose this step, if it did, and what a pipeline costs."""
         choice = self.memory_choice
@@ -604,7 +583,7 @@ class Core:
     @property
     def calls_model(self) -> bool:
         """Whether steps call the model on the inputs; an objective may not do so."""
-        return self.compilation is None or not self.compilation.has_objective
+        return self.compilation is None or self.compilation.arguments.objective is None
 
     def require_compiled(self) -> Compilation:
         """Returns the compilation."""
@@ -630,11 +609,6 @@ class Core:
         """Losses and metrics for the outputs; None before the first batch after `compile`."""
         return None if self.compilation is None else self.compilation.functions
 
-    @property
-    def compiled_kinds(self) -> set[Any]:
-        """Shapes of the batches that training has seen."""
-        return set() if self.compilation is None else self.compilation.compiled_kinds
-
     def step_parts(self) -> Parts:
         """Returns the forward pass, the loss and the metrics of a step, once data is known."""
         assert self.functions is not None
@@ -659,13 +633,6 @@ class Core:
         if CHECKED in sums and not np.asarray(sums["loss"][1]):
             logs["loss"] = math.nan  # Every step was left.
         return logs
-
-    def kept_sums(self, sums: Any) -> Any:
-        """Returns the sums with which the epoch after one begins; None if they begin with zeros."""
-        functions = self.functions
-        if sums is None or not isinstance(functions, Compiled):
-            return None
-        return functions.kept(sums)
 
     def training_logs(self, sums: Any) -> dict[str, float]:
         """Returns the logs of training; with `on_nan` they count the steps that were left."""

@@ -59,12 +59,7 @@ class ModelOptions:
         )
 
     def for_sharding(self) -> ShardingOptions | None:
-        """Returns how the model is sharded; None for data parallelism alone.
-
-        Raises:
-            TypeError: If an argument is of the wrong kind.
-            ValueError: If a value is invalid, or options exclude one another.
-        """
+        """Returns how the model is sharded; None for data parallelism alone."""
         return ShardingOptions.of(
             self.mesh,
             self.sharding_rules,
