@@ -1,6 +1,6 @@
 """The losses and metrics of a compiled model, for outputs and targets of known shapes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -43,19 +43,12 @@ class OutputSpec:
     @property
     def looks_at_outputs(self) -> bool:
         """Whether `check` has anything to check."""
-        parts = (
-            self.loss,
-            *(
-                part
-                for metric in self.metrics + self.weighted_metrics
-                for part in (metric, getattr(metric, "loss", None))
-            ),
-        )
-        expects = [
+        measured = self.metrics + self.weighted_metrics
+        parts = [self.loss, *measured, *(getattr(metric, "loss", None) for metric in measured)]
+        return any(
             getattr(part, "expects_probabilities", False) or getattr(part, "threshold", None) == 0.5
             for part in parts
-        ]
-        return any(expects)
+        )
 
     def check(self, true: np.ndarray, outputs: np.ndarray) -> None:
         """Raises a ValueError if loss or metrics cannot work on such outputs `[rows, ...]`."""
@@ -88,13 +81,8 @@ class Layout:
         places = list(range(len(leaves)))
         self._order = [paths.index(key) for key in keys] if is_dict else places
         self._is_there = [leaves[index][1] is not None for index in self._order]
-        is_single = sum(self._is_there) == 1
-        self.names = tuple("" if is_single else key for key in keys)
-
-    @property
-    def is_single(self) -> bool:
-        """Whether there is one output."""
-        return sum(self._is_there) == 1
+        self._is_single = sum(self._is_there) == 1
+        self.names = tuple("" if self._is_single else key for key in keys)
 
     def outputs(self, tree: Any) -> list[Any]:
         """Returns the part of each output; the tree has the structure of the outputs."""
@@ -129,7 +117,7 @@ class Layout:
 
         One value serves all outputs; others go by position, name or the structure of the outputs.
         """
-        if self.is_single and many:
+        if self._is_single and many:
             given = jax.tree.leaves(value)
             return [given if is_there else None for is_there in self._is_there]
         if isinstance(value, Mapping):
@@ -142,7 +130,7 @@ class Layout:
         is_list = isinstance(value, (tuple, list))
         if is_list and len(value) == len(self.keys):
             return list(value)
-        if is_list and self.is_single:
+        if is_list and self._is_single:
             return [value if is_there else None for is_there in self._is_there]
         nested = jax.tree.leaves(value, is_leaf=_is_none)
         if is_list and len(nested) == len(self.keys):
@@ -422,19 +410,16 @@ class Compiled:
                 logs[name] = float(value) if value.ndim == 0 else value
         return logs
 
-    def metrics_by_log(self) -> dict[str, tuple[Metric, Callable[[Any], Any]]]:
-        """Returns each metric by the name of its log, with what finds its sums in an epoch's."""
-
-        def sums_of(output: int, number: int) -> Callable[[Any], Any]:
-            return lambda sums: sums["metrics"]["outputs"][output][number]
-
-        return {
-            name: (metric, sums_of(output, number))
-            for output, (spec, names) in enumerate(zip(self.specs, self._metric_names, strict=True))
-            for number, (metric, name) in enumerate(
-                zip(spec.metrics + spec.weighted_metrics, names, strict=True)
-            )
-        }
+    def metrics_by_log(self, sums: Any) -> dict[str, Metric]:
+        """Returns each metric by the name of its log, with its sums of an epoch's, if given."""
+        found = {}
+        for output, (spec, names) in enumerate(zip(self.specs, self._metric_names, strict=True)):
+            named = zip(names, spec.metrics + spec.weighted_metrics, strict=True)
+            for number, (name, metric) in enumerate(named):
+                if sums is not None:
+                    metric.show_sums(sums["metrics"]["outputs"][output][number])
+                found[name] = metric
+        return found
 
     def metrics_names(self) -> list[str]:
         """Returns the names of the logs, in the order in which `evaluate` lists them."""

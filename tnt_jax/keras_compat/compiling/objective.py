@@ -35,7 +35,6 @@ class CompiledObjective:
         objective: `f(params, batch, rngs) -> values` or `-> (values, metrics)`.
     """
 
-    looks_at_outputs = False
     has_own_losses = True
 
     def __init__(self, objective: Objective) -> None:

@@ -291,12 +291,9 @@ class Inspection:
         functions = self._core.functions
         if functions is None:
             return {}
-        found = functions.metrics_by_log() if isinstance(functions, Compiled) else {}
-        if (sums := self._shared.progress.epoch_sums) is not None:
-            for metric, sums_of in found.values():
-                metric.show_sums(sums_of(sums))
-        metrics = {name: metric for name, (metric, _) in found.items()}
-        return metrics | self._core.adapter.held_metrics()
+        sums = self._shared.progress.epoch_sums
+        found = functions.metrics_by_log(sums) if isinstance(functions, Compiled) else {}
+        return found | self._core.adapter.held_metrics()
 
     @property
     def metrics(self) -> list[Any]:
