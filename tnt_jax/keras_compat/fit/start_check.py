@@ -12,7 +12,6 @@ import re
 import sys
 import zlib
 from collections.abc import Sequence
-from dataclasses import fields
 from importlib import metadata
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -67,7 +66,7 @@ def compare_starts(
     values = others | _of_data(data)
     if arguments is not None:
         values |= _of_fit(arguments)
-    options = _named(core.options) | {"sync": comparable(core.options.sync)}
+    options = vars(core.options) | {"sync": comparable(core.options.sync)}
     values |= flat("Model", options) | describe_model(core) | _of_variables(core)
     if (compilation := core.compilation) is not None:
         values |= describe_compilation(core, compilation) | {
@@ -102,7 +101,7 @@ def _of_fit(arguments: FitArguments) -> dict[str, Any]:
     """Returns the arguments of `fit`, by name."""
     values = {
         name: comparable(value)
-        for name, value in _named(arguments).items()
+        for name, value in vars(arguments).items()
         if name != "validation_data"
     }
     held_out = arguments.validation_data
@@ -173,7 +172,7 @@ def describe_compilation(core: Core, compilation: Compilation) -> dict[str, str]
     )
     if rate is not None and not callable(optimizer.learning_rate):
         values["optimizer.learning_rate"] = str(np.float32(rate))
-    for name, value in _named(compilation.arguments).items():
+    for name, value in vars(compilation.arguments).items():
         values |= flat(name, comparable(value))
     return values
 
@@ -198,10 +197,6 @@ def _kind(data: Any) -> str:
     if data is None:
         return "None"
     return "arrays" if is_arrays(data) else f"{type(data).__module__}.{type(data).__qualname__}"
-
-
-def _named(value: Any) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 _NAMED_ARRAYS, _MOST_SPEAKERS = 4, 8
