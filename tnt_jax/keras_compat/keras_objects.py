@@ -83,9 +83,8 @@ def mask_of_outputs(outputs: Any) -> Any:
     """Returns the mask `[rows, ...]` of outputs, as of `Embedding(mask_zero=True)`, or None."""
     if "keras" not in sys.modules:
         return None
-    from keras.src.backend import (
-        get_keras_mask,
-    )  # There is no public access to the mask of a tensor.
+    # There is no public access to the mask of a tensor.
+    from keras.src.backend import get_keras_mask
 
     return get_keras_mask(outputs)
 

@@ -102,12 +102,8 @@ class RemoteMonitor(Callback):
         if not self.writes:
             return
         # A metric of several thresholds or classes has a vector of results.
-        text = json.dumps(
-            {
-                "epoch": epoch,
-                **{name: np.asarray(value).tolist() for name, value in (logs or {}).items()},
-            }
-        )
+        values = {name: np.asarray(value).tolist() for name, value in (logs or {}).items()}
+        text = json.dumps({"epoch": epoch, **values})
         body = text if self.send_as_json else urllib.parse.urlencode({self.field: text})
         kind = "application/json" if self.send_as_json else "application/x-www-form-urlencoded"
         request = urllib.request.Request(

@@ -78,14 +78,8 @@ class RuntimeProfiler(Callback):
             values = dict(logs or {})
             now = time.perf_counter()
             mean_s = (now - self._last_record) / (self._iteration - self._recorded_at)
-            self.records.append(
-                {
-                    **values,
-                    "epoch": self._epoch,
-                    "iteration": self._iteration,
-                    "iter_runtime_s": mean_s,
-                }
-            )
+            place = {"epoch": self._epoch, "iteration": self._iteration}
+            self.records.append({**values, **place, "iter_runtime_s": mean_s})
             self._last_record = now
             self._recorded_at = self._iteration
         if _passes(before, self._iteration, self.print_freq) and self.records:
@@ -181,14 +175,10 @@ def write_images(writer: Any, weights: Mapping[str, np.ndarray], epoch: int) -> 
 
 def embedding_tables(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the embedding tables `[entries, features]` among weights, by layer path."""
-    tables = {
-        path: weight
-        for path, weight in weights.items()
-        if path.split("/")[-1] in _TABLES and weight.ndim == 2
-    }
     return {
         path.rpartition("/")[0] or path: np.asarray(weight, np.float32)
-        for path, weight in tables.items()
+        for path, weight in weights.items()
+        if path.split("/")[-1] in _TABLES and weight.ndim == 2
     }
 
 
@@ -199,9 +189,9 @@ def write_embeddings(
     epoch: int,
 ) -> None:
     """Writes embedding tables for TensorBoard's projector, which shows the last ones written."""
+    by_layer = metadata if isinstance(metadata, Mapping) else dict.fromkeys(tables, metadata)
     names = {name for layer in tables for name in (layer, layer.rpartition("/")[2])}
-    unknown = [] if metadata is None or isinstance(metadata, str) else sorted(set(metadata) - names)
-    if unknown:
+    if unknown := sorted(set(by_layer) - names):
         raise ValueError(
             f"embeddings_metadata names {', '.join(unknown)}, but the layers with embeddings are: "
             f"{', '.join(tables) or 'none'}."
@@ -211,12 +201,7 @@ def write_embeddings(
         file = Path("train") / f"{layer.replace('/', '.')}.embeddings-{epoch}.tsv"
         (Path(log_dir) / file).parent.mkdir(parents=True, exist_ok=True)
         np.savetxt(Path(log_dir) / file, table, delimiter="\t", fmt="%.6g")
-        by_layer = {} if metadata is None or isinstance(metadata, str) else metadata
-        labels = (
-            metadata
-            if isinstance(metadata, str)
-            else by_layer.get(layer, by_layer.get(layer.rpartition("/")[2]))
-        )
+        labels = by_layer.get(layer, by_layer.get(layer.rpartition("/")[2]))
         lines = [
             f'tensor_name: "{layer}"',
             f'tensor_path: "{file}"',

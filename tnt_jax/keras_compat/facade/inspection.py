@@ -34,15 +34,8 @@ def summary_table(name: str, params: Any, model_state: Any) -> str:
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         for path, leaf in leaves:
             where = jax.tree_util.keystr(path, simple=True, separator="/")
-            rows.append(
-                (
-                    where,
-                    str(tuple(leaf.shape)),
-                    str(leaf.dtype),
-                    f"{math.prod(leaf.shape):,}",
-                    f"{_nbytes(leaf):,}",
-                )
-            )
+            shape, count, nbytes = tuple(leaf.shape), math.prod(leaf.shape), _nbytes(leaf)
+            rows.append((where, str(shape), str(leaf.dtype), f"{count:,}", f"{nbytes:,}"))
         count = sum(math.prod(leaf.shape) for _, leaf in leaves)
         nbytes = sum(_nbytes(leaf) for _, leaf in leaves)
         totals.append(

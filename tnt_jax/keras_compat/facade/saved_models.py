@@ -89,19 +89,14 @@ def load_model(
     rebuild = Rebuilder(custom_objects=custom_objects, trust=trust)
     path = Path(filepath)
     collectives.raise_on_all_processes(problem_of_path(path))
-    if path.is_dir() and not keras_files.holds_keras_model(path):
+    if keras_files.holds_keras_model(path):
+        return _load_keras_file(path, compile, rebuild)
+    if path.is_dir():
         saved = Checkpoints(path).read()
-        return _load_described(path, saved.notes, saved.arrays, module, compile, rebuild)
-    if not keras_files.holds_keras_model(path):
-        return _load_described(
-            path,
-            keras_files.read_notes(path),
-            keras_files.read_extra(path),
-            module,
-            compile,
-            rebuild,
-        )
-    return _load_keras_file(path, compile, rebuild)
+        notes, arrays = saved.notes, saved.arrays
+    else:
+        notes, arrays = keras_files.read_notes(path), keras_files.read_extra(path)
+    return _load_described(path, notes, arrays, module, compile, rebuild)
 
 
 def clone_model(model: Any) -> Model:
@@ -109,12 +104,14 @@ def clone_model(model: Any) -> Model:
 
     An NNX module cannot be initialized again: its clone keeps the weights.
     """
-    if not isinstance(model, Model) and not is_keras(model):
+    if isinstance(model, Model):
+        module, options = model.module, model.options
+    elif is_keras(model):
+        module, options = model, {}
+    else:
         raise ValueError(
             f"clone_model needs a tnt_jax.Model or a Keras model, but got {type(model).__name__}."
         )
-    module = model.module if isinstance(model, Model) else model
-    options = model.options if isinstance(model, Model) else {}
     if is_keras(module):
         import keras
 
