@@ -27,7 +27,11 @@ _PROBE_ROWS = 6
 
 def keeps_own_state(metric: Metric) -> bool:
     """Returns whether a metric is like Keras's, and overrides `update_state` or `result` alone."""
-    return any(_defines_first(type(metric), stateful, sums) for stateful, sums in _PAIRS)
+    for stateful, sums in (("update_state", "increments"), ("result", "compute")):
+        defined = (vars(base) for base in type(metric).__mro__)
+        if sums not in next(names for names in defined if stateful in names or sums in names):
+            return True
+    return False
 
 
 class StatefulMetric(Metric):
@@ -57,9 +61,10 @@ class StatefulMetric(Metric):
 
     def compute(self, sums: list[jax.Array]) -> jax.Array:
         """Returns the result of the metric."""
-        return self.stateful.stateless_result(
-            [jnp.asarray(start + added) for start, added in zip(self._initial, sums, strict=True)]
-        )
+        return self.stateful.stateless_result(self._state(sums))
+
+    def _state(self, sums: list[jax.Array]) -> list[jax.Array]:
+        return [jnp.asarray(x + added) for x, added in zip(self._initial, sums, strict=True)]
 
     def _added(
         self, state: list[Any], y_true: Any, y_pred: Any, weight: ArrayLike | None
@@ -77,12 +82,7 @@ class StatefulMetric(Metric):
             half = np.arange(_PROBE_ROWS) < _PROBE_ROWS // 2
             whole = self.increments(y_true, y_pred)
             first, second = (self.increments(y_true[part], y_pred[part]) for part in (half, ~half))
-            later = self._added(
-                [start + added for start, added in zip(self._initial, first, strict=True)],
-                y_true,
-                y_pred,
-                None,
-            )
+            later = self._added(self._state(first), y_true, y_pred, None)
             masked = self.increments(y_true, y_pred, half.astype(np.float32))
         except TypeError as error:
             raise ValueError(
@@ -114,12 +114,8 @@ class KerasMetric(StatefulMetric):
     def compute(self, sums: list[jax.Array]) -> jax.Array:
         """Returns the result of the Keras metric."""
         keras = require_jax_backend()
-        state = [
-            jnp.asarray(start + added) for start, added in zip(self._initial, sums, strict=True)
-        ]
-        with keras.StatelessScope(
-            state_mapping=list(zip(self.stateful.variables, state, strict=True))
-        ):
+        values = zip(self.stateful.variables, self._state(sums), strict=True)
+        with keras.StatelessScope(state_mapping=list(values)):
             # Converted inside the scope: a result may be one of the variables, which has another
             # value outside.
             return keras.ops.convert_to_tensor(self.stateful.result())
@@ -151,15 +147,6 @@ def _keeps_state(metric: Any) -> bool:
     for variable in metric.variables:
         variable.assign(jnp.zeros_like(variable.value))
     return is_kept
-
-
-_PAIRS = (("update_state", "increments"), ("result", "compute"))
-
-
-def _defines_first(cls: type, stateful: str, sums: str) -> bool:
-    """Returns whether the first class that defines either method has only the stateful one."""
-    nearest = next(base for base in cls.__mro__ if stateful in vars(base) or sums in vars(base))
-    return sums not in vars(nearest)
 
 
 def _random_rows(

@@ -7,6 +7,11 @@ from jax import Array
 
 from tnt_jax.keras_compat.optimizers.base import LearningRate, Optimizer, Options, Slots
 
+_NOT_NEGATIVE = """
+    initial_accumulator_value l1_regularization_strength l2_regularization_strength
+    l2_shrinkage_regularization_strength
+""".split()
+
 
 class Ftrl(Optimizer):
     """Follow the regularized leader.
@@ -35,18 +40,13 @@ class Ftrl(Optimizer):
             )
         self.learning_rate_power = learning_rate_power
         self.beta = beta
-        self.initial_accumulator_value = _not_negative(
-            "initial_accumulator_value", initial_accumulator_value
-        )
-        self.l1_regularization_strength = _not_negative(
-            "l1_regularization_strength", l1_regularization_strength
-        )
-        self.l2_regularization_strength = _not_negative(
-            "l2_regularization_strength", l2_regularization_strength
-        )
-        self.l2_shrinkage_regularization_strength = _not_negative(
-            "l2_shrinkage_regularization_strength", l2_shrinkage_regularization_strength
-        )
+        self.initial_accumulator_value = initial_accumulator_value
+        self.l1_regularization_strength = l1_regularization_strength
+        self.l2_regularization_strength = l2_regularization_strength
+        self.l2_shrinkage_regularization_strength = l2_shrinkage_regularization_strength
+        for name in _NOT_NEGATIVE:
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"{name} must be positive or zero, got {value}.")
 
     def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns the sum of squares at its initial value, and the linear term."""
@@ -119,9 +119,3 @@ class ScheduleFreeAdamW(Optimizer):
         average = (1 - 1 / step) * average + momentum / step
         interpolated = (1 - self.beta_1) * momentum + self.beta_1 * average
         return interpolated - param, {"momentum": momentum, "velocity": velocity}
-
-
-def _not_negative(name: str, value: float) -> float:
-    if value < 0:
-        raise ValueError(f"{name} must be positive or zero, got {value}.")
-    return value
