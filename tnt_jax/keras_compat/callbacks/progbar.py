@@ -160,13 +160,12 @@ class ProgbarLogger(Callback):
         self._verbose = verbose
         self._bar: Any = None
         self._show_warning: Any = None
-        self._epoch = self._steps = self._rows = self._first_rows = 0
+        self._steps = self._rows = self._first_rows = 0
         self._start = self._shown = self._train_s = self._first_end = 0.0
         self._before: LazyLogs | Mapping[str, float] | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Starts the bar of an epoch."""
-        self._epoch = epoch
         self._begin(f"Epoch {epoch + 1}/{self.params['epochs']}", self.params.get("steps"))
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, float] | None = None) -> None:

@@ -56,7 +56,8 @@ class RayReport(Callback):
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Looks for the callback whose backups it reports."""
         self._reported = None
-        self._backup = next(filter(is_stored_by_ray, self.siblings), None)
+        backups = (item for item in self.siblings if isinstance(item, BackupAndRestore))
+        self._backup = next((backup for backup in backups if backup.gathers), None)
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Reports a backup that was made after this batch."""
@@ -95,11 +96,6 @@ class RayReport(Callback):
         newest = {fit.name: newest_backup(fit) for fit in fits}
         # A process of another node than the first has none; it reports along.
         return [f"{fit}/{name}" for fit, name in newest.items() if name is not None] or ["none"]
-
-
-def is_stored_by_ray(callback: Any) -> bool:
-    """Returns whether a callback makes backups in the folder of this process's Ray run."""
-    return isinstance(callback, BackupAndRestore) and callback.gathers
 
 
 def backup_on_ray(directory: Path, save_freq: SaveFreq | str, storage: RayStorage) -> Callback:

@@ -50,7 +50,7 @@ class OutputSpec:
             for part in parts
         )
 
-    def check(self, true: np.ndarray, outputs: np.ndarray) -> None:
+    def check(self, outputs: np.ndarray) -> None:
         """Raises a ValueError if loss or metrics cannot work on such outputs `[rows, ...]`."""
         if self.loss is not None:
             losses.check_outputs(self.loss, outputs)
@@ -445,7 +445,7 @@ class Compiled:
             if spec.loss is not None:
                 losses.check_labels(spec.loss, true, (rows, *spec.shape[1:]))
             if spec.looks_at_outputs and outputs is not None:
-                spec.check(true, np.asarray(self._layout.outputs(outputs)[spec.index])[:rows])
+                spec.check(np.asarray(self._layout.outputs(outputs)[spec.index])[:rows])
 
     def check_classes(self, class_weight: Mapping[int, float]) -> None:
         """Raises a ValueError if a class has a weight that the single output does not have."""

@@ -175,12 +175,6 @@ class Plan:
         is_due = (epoch + 1) % freq == 0 if isinstance(freq, int) else epoch + 1 in freq
         return self.validation is not None and is_due
 
-    @property
-    def ever_validates(self) -> bool:
-        """Whether validation follows any epoch that the arguments leave."""
-        epochs = range(self.arguments.initial_epoch, self.arguments.epochs)
-        return any(map(self.validates_after, epochs))
-
 
 def carry_out_split(
     data: DataArguments, arguments: FitArguments

@@ -131,9 +131,11 @@ class Generations:
     def _sizes(self) -> list[int] | None:
         """Returns the numbers of processes on which the model computes; None for any."""
         assert self._link is not None
-        core, ranks_each = self._shared.core, len(runtime.init().local_ranks)
+        options, ranks_each = self._shared.core.options, len(runtime.init().local_ranks)
+        if not options.reproducible:
+            return None
         numbers = range(1, self._link.planned + 1)
-        possible = [number for number in numbers if core.computes_on(number * ranks_each)]
+        possible = [n for n in numbers if options.virtual_ranks % (n * ranks_each) == 0]
         return None if len(possible) == len(numbers) else possible
 
     def note_step(self) -> None:

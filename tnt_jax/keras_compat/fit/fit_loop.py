@@ -213,7 +213,8 @@ class FitLoop:
         self._shared.resumption.begin(plan.stream, plan.arguments.initial_epoch)
         self._shared.resumption.describe_run(plan, unwrapped(self._callbacks.callbacks))
         self._plan = plan = replace(plan, validation=self._open_validation(plan))
-        if self.trains and plan.validation is not None and plan.ever_validates:
+        epochs = range(plan.arguments.initial_epoch, plan.arguments.epochs)
+        if self.trains and plan.validation is not None and any(map(plan.validates_after, epochs)):
             self._shared.preparation.compile_evaluation_ahead(plan.validation)
         counts = {"epochs": plan.arguments.epochs, "steps": plan.stream.num_steps}
         with self._callbacks.open("Model.fit", **counts) as self._hooks:

@@ -252,12 +252,6 @@ def _is_rebatched(before: Mapping[str, str], after: Mapping[str, str]) -> bool:
     return size != new_size and not (per_rank and ranks != new_ranks)
 
 
-def _varying(then: Run, now: Run) -> bool:
-    """Returns whether first rows differ that need not be the same."""
-    before, after = _comparable_pair("data", then, now)
-    return any(before[name] != after[name] for name in after if name.endswith(_MAY_VARY))
-
-
 def _refusal(found: Mapping[str, str], where: str) -> str:
     text = f"{where} holds another run: {'; '.join(found.values())}. For a new run, choose another "
     text += "directory."
@@ -327,7 +321,8 @@ class Resumption:
             )
             return {}
         found = differences(noted, self.run, has_ended=has_ended)
-        varying = _varying(noted, self.run)
+        before, after = _comparable_pair("data", noted, self.run)
+        varying = any(before[name] != after[name] for name in after if name.endswith(_MAY_VARY))
         if not alone:
             found, varying = collectives.agree("Model.fit", {}, note=[found, varying])[0]
         if refused := [group for group in found if group not in self._ignored]:

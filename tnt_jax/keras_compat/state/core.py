@@ -163,10 +163,6 @@ class Core:
         }
         return next((reason for reason, is_so in reasons.items() if is_so), None)
 
-    def computes_on(self, num_ranks: int) -> bool:
-        """Returns whether the model computes on so many ranks."""
-        return not self.options.reproducible or self.options.virtual_ranks % num_ranks == 0
-
     def view(self, owner: Trainer) -> None:
         """Makes this model compute with the state of another one."""
         self._trainer = Trainer(
