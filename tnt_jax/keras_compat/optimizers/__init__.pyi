@@ -2,8 +2,6 @@ from .adam import Adam as Adam
 from .adam import Adamax as Adamax
 from .adam import AdamW as AdamW
 from .adam import Nadam as Nadam
-from .averaging import Ftrl as Ftrl
-from .averaging import ScheduleFreeAdamW as ScheduleFreeAdamW
 from .base import LearningRate as LearningRate
 from .base import Optimizer as Optimizer
 from .base import OptimizerState as OptimizerState
@@ -12,8 +10,10 @@ from .base import write_learning_rate as write_learning_rate
 from .elementwise import SGD as SGD
 from .elementwise import Adadelta as Adadelta
 from .elementwise import Adagrad as Adagrad
+from .elementwise import Ftrl as Ftrl
 from .elementwise import Lion as Lion
 from .elementwise import RMSprop as RMSprop
+from .elementwise import ScheduleFreeAdamW as ScheduleFreeAdamW
 from .layerwise import Adafactor as Adafactor
 from .layerwise import Lamb as Lamb
 from .layerwise import Muon as Muon

@@ -7,13 +7,13 @@ from typing import Any
 import optax
 
 from tnt_jax.keras_compat import configuration, keras_objects
-from tnt_jax.keras_compat.optimizers import adam, averaging, elementwise, layerwise
+from tnt_jax.keras_compat.optimizers import adam, elementwise, layerwise
 from tnt_jax.keras_compat.optimizers.base import Optimizer
 from tnt_jax.keras_compat.optimizers.from_keras import KerasOptimizer
 from tnt_jax.keras_compat.optimizers.loss_scaling import LossScaleOptimizer
 
 _CLASSES: Mapping[str, Callable[..., Optimizer]] = keras_objects.classes_of(
-    (averaging, elementwise, adam, layerwise), Optimizer
+    (elementwise, adam, layerwise), Optimizer
 )
 
 
