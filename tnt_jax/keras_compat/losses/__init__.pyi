@@ -3,6 +3,15 @@ from .base import LossFunctionWrapper as LossFunctionWrapper
 from .base import divide_no_nan as divide_no_nan
 from .checks import check_labels as check_labels
 from .checks import check_outputs as check_outputs
+from .crossentropy import BinaryCrossentropy as BinaryCrossentropy
+from .crossentropy import BinaryFocalCrossentropy as BinaryFocalCrossentropy
+from .crossentropy import CategoricalCrossentropy as CategoricalCrossentropy
+from .crossentropy import CategoricalFocalCrossentropy as CategoricalFocalCrossentropy
+from .crossentropy import (
+    CategoricalGeneralizedCrossEntropy as CategoricalGeneralizedCrossEntropy,
+)
+from .crossentropy import KLDivergence as KLDivergence
+from .crossentropy import SparseCategoricalCrossentropy as SparseCategoricalCrossentropy
 from .crossentropy import binary_crossentropy as binary_crossentropy
 from .crossentropy import binary_focal_crossentropy as binary_focal_crossentropy
 from .crossentropy import categorical_crossentropy as categorical_crossentropy
@@ -12,15 +21,6 @@ from .crossentropy import (
 )
 from .crossentropy import kl_divergence as kl_divergence
 from .crossentropy import sparse_categorical_crossentropy as sparse_categorical_crossentropy
-from .crossentropy_classes import BinaryCrossentropy as BinaryCrossentropy
-from .crossentropy_classes import BinaryFocalCrossentropy as BinaryFocalCrossentropy
-from .crossentropy_classes import CategoricalCrossentropy as CategoricalCrossentropy
-from .crossentropy_classes import CategoricalFocalCrossentropy as CategoricalFocalCrossentropy
-from .crossentropy_classes import (
-    CategoricalGeneralizedCrossEntropy as CategoricalGeneralizedCrossEntropy,
-)
-from .crossentropy_classes import KLDivergence as KLDivergence
-from .crossentropy_classes import SparseCategoricalCrossentropy as SparseCategoricalCrossentropy
 from .lookup import deserialize as deserialize
 from .lookup import get as get
 from .lookup import serialize as serialize

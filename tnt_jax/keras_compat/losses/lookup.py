@@ -5,16 +5,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 from tnt_jax.keras_compat import configuration, keras_objects
-from tnt_jax.keras_compat.losses import crossentropy, crossentropy_classes, regression, whole_rows
+from tnt_jax.keras_compat.losses import crossentropy, regression, whole_rows
 from tnt_jax.keras_compat.losses.base import Loss, LossFunctionWrapper
 from tnt_jax.keras_compat.losses.from_functions import KerasLoss, check_order, optax_loss
 
 _CLASSES: Mapping[str, Callable[..., Loss]] = keras_objects.classes_of(
-    (crossentropy_classes, regression, whole_rows), Loss
+    (crossentropy, regression, whole_rows), Loss
 )
 _ALIASES: dict[str, Callable[..., Loss]] = {
-    "bce": crossentropy_classes.BinaryCrossentropy,
-    "kld": crossentropy_classes.KLDivergence,
+    "bce": crossentropy.BinaryCrossentropy,
+    "kld": crossentropy.KLDivergence,
     "mae": regression.MeanAbsoluteError,
     "mape": regression.MeanAbsolutePercentageError,
     "mse": regression.MeanSquaredError,

@@ -28,8 +28,10 @@ from .base import poisson as poisson
 from .base import sparse_categorical_crossentropy as sparse_categorical_crossentropy
 from .base import squared_hinge as squared_hinge
 from .confusion import AUC as AUC
+from .confusion import F1Score as F1Score
 from .confusion import FalseNegatives as FalseNegatives
 from .confusion import FalsePositives as FalsePositives
+from .confusion import FBetaScore as FBetaScore
 from .confusion import Precision as Precision
 from .confusion import PrecisionAtRecall as PrecisionAtRecall
 from .confusion import Recall as Recall
@@ -38,8 +40,6 @@ from .confusion import SensitivityAtSpecificity as SensitivityAtSpecificity
 from .confusion import SpecificityAtSensitivity as SpecificityAtSensitivity
 from .confusion import TrueNegatives as TrueNegatives
 from .confusion import TruePositives as TruePositives
-from .f_score import F1Score as F1Score
-from .f_score import FBetaScore as FBetaScore
 from .iou import BinaryIoU as BinaryIoU
 from .iou import IoU as IoU
 from .iou import MeanIoU as MeanIoU

@@ -184,9 +184,9 @@ _ALIASES = {
 def _classes() -> dict[str, Callable[..., Metric]]:
     """Returns all metrics by the names of their classes."""
     # Their files are imported when a name asks for one of them.
-    from tnt_jax.keras_compat.metrics import confusion, f_score, iou, of_losses, regression
+    from tnt_jax.keras_compat.metrics import confusion, iou, of_losses, regression
 
-    modules = (reduction, accuracy, of_losses, regression, confusion, f_score, iou)
+    modules = (reduction, accuracy, of_losses, regression, confusion, iou)
     found = keras_objects.classes_of(modules, Metric)
     return {n: cls for n, cls in found.items() if n not in ("MeanMetricWrapper", "ThresholdCounts")}
 
