@@ -20,8 +20,7 @@ import keras
 
 import tnt_jax as tnt
 from tnt_jax.keras_compat.facade.saved_models import _compile, model_from_json
-from tnt_jax.keras_compat.saving.describe import describe
-from tnt_jax.keras_compat.saving.rebuild import Rebuilder
+from tnt_jax.keras_compat.saving.descriptions import Rebuilder, describe
 
 WATCHED = (
     "open",

@@ -26,9 +26,8 @@ from keras_beside import data
 from long_params import long_but_last
 
 import tnt_jax as tnt
-from tnt_jax.keras_compat.saving.describe import NotDescribable, describe
+from tnt_jax.keras_compat.saving.descriptions import NotDescribable, Rebuilder, describe
 from tnt_jax.keras_compat.saving.known_names import find, modules
-from tnt_jax.keras_compat.saving.rebuild import Rebuilder
 
 
 class Own(nn.Module):

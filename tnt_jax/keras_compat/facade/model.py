@@ -19,7 +19,7 @@ from tnt_jax.keras_compat.fit.hooks import CallbackArguments
 from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.fit.resume import check_changes, choose_directory, with_backup
 from tnt_jax.keras_compat.fit.single_batches import SingleBatches
-from tnt_jax.keras_compat.saving.rebuild import Rebuilder, model_from
+from tnt_jax.keras_compat.saving.descriptions import Rebuilder, model_from
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.keras_compat.state.optimizer_view import OptimizerView
 from tnt_jax.keras_compat.state.options import ModelOptions

@@ -13,11 +13,11 @@ from tnt_jax.distributed.host import collectives
 from tnt_jax.keras_compat.facade.model import Model
 from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.keras_compat.saving import keras_files
-from tnt_jax.keras_compat.saving.describe import is_linen
-from tnt_jax.keras_compat.saving.rebuild import (
+from tnt_jax.keras_compat.saving.descriptions import (
     Rebuilder,
     construct,
     described_arguments,
+    is_linen,
     model_around,
     model_from,
 )

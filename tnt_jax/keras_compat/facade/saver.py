@@ -20,7 +20,7 @@ from tnt_jax.keras_compat.callbacks.backup_and_restore import BACKUP_PREFIX, new
 from tnt_jax.keras_compat.callbacks.base import Scope, check_changes_model, current_scope
 from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.keras_compat.saving import keras_descriptions, keras_files
-from tnt_jax.keras_compat.saving.describe import NotDescribable, describe
+from tnt_jax.keras_compat.saving.descriptions import NotDescribable, describe
 from tnt_jax.keras_compat.saving.weight_files import (
     H5_ENDING,
     SAFETENSORS_ENDING,

@@ -11,8 +11,7 @@ import jax
 import numpy as np
 
 from tnt_jax.keras_compat.saving import keras_descriptions
-from tnt_jax.keras_compat.saving.describe import describe
-from tnt_jax.keras_compat.saving.rebuild import Rebuilder
+from tnt_jax.keras_compat.saving.descriptions import Rebuilder, describe
 from tnt_jax.keras_compat.saving.weight_files import H5_ENDING, read_h5, read_h5_notes, write_h5
 from tnt_jax.log import logger
 
