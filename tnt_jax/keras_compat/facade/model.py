@@ -116,7 +116,7 @@ class Model(SingleBatches, Inspection):
             sync,
         )
         self._core = core = Core(module, variables, options)
-        self._shared = shared = Shared.of(core)
+        self._shared = shared = Shared(core)
         self.training_state, self.resumption = shared.state, shared.resumption
         self.saver = Saver(core, shared.state)
         self._fit_loop = _fit_loop_of_job()

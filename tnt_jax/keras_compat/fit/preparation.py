@@ -1,7 +1,6 @@
 """Prepares compiled steps for a first batch: variables, losses, metrics and checks."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -274,31 +273,17 @@ class Preparation:
         runtime.log_start_phase("weights made")
 
 
-@dataclass(frozen=True)
 class Shared:
     """State that `fit`, `evaluate`, `predict` and the calls for single batches share."""
 
-    core: Core
-    state: ModelState
-    builder: Builder
-    intake: DataIntake
-    preparation: Preparation
-    progress: Progress
-    resumption: Resumption
-
-    @classmethod
-    def of(cls, core: Core) -> "Shared":
-        """Returns them for a model."""
-        builder, state, progress = Builder(core), ModelState(core), Progress()
-        return cls(
-            core,
-            state,
-            builder,
-            DataIntake(core, builder),
-            Preparation(core, state, builder),
-            progress,
-            Resumption(core, progress),
-        )
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.progress = Progress()
+        self.builder = Builder(core)
+        self.state = ModelState(core)
+        self.intake = DataIntake(core, self.builder)
+        self.preparation = Preparation(core, self.state, self.builder)
+        self.resumption = Resumption(core, self.progress)
 
 
 def _last_rows(source: Source | None, batch_rows: int, num_ranks: int) -> int:
