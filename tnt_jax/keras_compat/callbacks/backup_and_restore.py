@@ -104,13 +104,7 @@ def collect(callbacks: Iterable[Any]) -> tuple[States, dict[str, np.ndarray]]:
 def restore(callbacks: Iterable[Any], states: Sequence[Any], arrays: Mapping[str, Any]) -> None:
     """Gives callbacks the state that callbacks of the same class had, in their order."""
     found = _by_name(
-        (
-            name,
-            {
-                key: _restored(value, f"callbacks/{index}/{key}", arrays)
-                for key, value in state.items()
-            },
-        )
+        (name, _restored(state, f"callbacks/{index}", arrays))
         for index, (name, state) in enumerate(states)
     )
     own = _by_name((type(callback).__name__, callback) for callback in callbacks)
@@ -165,19 +159,20 @@ def _set_state(callback: Any, state: dict[str, Any]) -> None:
 
 
 def _keras_attributes(callback: Any) -> tuple[str, ...]:
-    return next(
-        (
-            _KERAS_ATTRIBUTES[cls.__name__]
-            for cls in type(callback).__mro__
-            if cls.__name__ in _KERAS_ATTRIBUTES and cls.__module__.startswith("keras.")
-        ),
-        (),
-    )
+    for cls in type(callback).__mro__:
+        if cls.__name__ in _KERAS_ATTRIBUTES and cls.__module__.startswith("keras."):
+            return _KERAS_ATTRIBUTES[cls.__name__]
+    return ()
 
 
-def _restored(value: Any, path: str, arrays: Mapping[str, np.ndarray]) -> Any:
-    is_kept_apart = isinstance(value, dict) and set(value) == {"num_arrays"}
-    return numbered(arrays, path) if is_kept_apart else value
+def _restored(
+    state: Mapping[str, Any], path: str, arrays: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+    restored = dict(state)
+    for name, value in state.items():
+        if isinstance(value, dict) and set(value) == {"num_arrays"}:
+            restored[name] = numbered(arrays, f"{path}/{name}")
+    return restored
 
 
 def _is_arrays(value: Any) -> bool:

@@ -248,13 +248,9 @@ class CallbackList:
         In an elastic job they are as in several processes from the start.
         """
         prints = is_master_rank() or init().settings.output_on_all_devices
+        number = get_process_count() if link() is None else 2
         scopes = [
-            callback_scope(
-                given,
-                num_processes=get_process_count() if link() is None else 2,
-                is_master=is_master_rank(),
-                prints=prints,
-            )
+            callback_scope(given, num_processes=number, is_master=is_master_rank(), prints=prints)
             for given in self._given
         ]
         return sorted(scopes, key=lambda scoped: getattr(scoped.callback, "runs_last", False))
@@ -356,19 +352,14 @@ class CallbackList:
                 callback.set_params(params if is_ours else {"epochs": 1} | params)
 
     def _functions(self, hook: str) -> list[tuple[tuple[phases.Phase, str], Callable]]:
-        functions = [
-            (f"{type(scoped.callback).__name__}.{hook}", scoped.bind(hook))
-            for scoped in self._scoped
-            if overrides(scoped.callback, hook)
-        ]
-        return [
-            (
-                ("callback", name),
-                _outlasting_generation(timeline.recorded(function, name, "callback"), name),
-            )
-            for name, function in functions
-            if function is not None
-        ]
+        functions: list[tuple[tuple[phases.Phase, str], Callable]] = []
+        for scoped in self._scoped:
+            function = scoped.bind(hook) if overrides(scoped.callback, hook) else None
+            if function is not None:
+                name = f"{type(scoped.callback).__name__}.{hook}"
+                recorded = timeline.recorded(function, name, "callback")
+                functions.append((("callback", name), _outlasting_generation(recorded, name)))
+        return functions
 
 
 def overrides(callback: Any, hook: str) -> bool:

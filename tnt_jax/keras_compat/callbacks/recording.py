@@ -245,12 +245,8 @@ def draw_curves(
         axes = figure.add_subplot(rows, columns, index + 1)
         for log in (name, f"val_{name}"):
             if history.get(log):
-                axes.plot(
-                    _places(len(history[log]), epochs, len(history[name])),
-                    history[log],
-                    label=log,
-                    marker=".",
-                )
+                places = _places(len(history[log]), epochs, len(history[name]))
+                axes.plot(places, history[log], label=log, marker=".")
         axes.set_xlabel("epoch")
         axes.set_title(name)
         axes.grid(alpha=0.3)

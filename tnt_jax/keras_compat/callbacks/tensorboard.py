@@ -342,12 +342,8 @@ class TensorBoard(Callback):
                 # Reading the logs has waited for the step.
                 now = time.perf_counter()
                 moment, first = self._last_write
-                self._write(
-                    "train",
-                    "batch_steps_per_second",
-                    (self._steps.of_run - first) / (now - moment),
-                    step,
-                )
+                steps_per_second = (self._steps.of_run - first) / (now - moment)
+                self._write("train", "batch_steps_per_second", steps_per_second, step)
                 self._last_write = (now, self._steps.of_run)
 
     def on_test_end(self, logs: Mapping[str, float] | None = None) -> None:
@@ -386,12 +382,8 @@ class TensorBoard(Callback):
             if self.write_images:
                 write_images(self._writer("train"), weights, epoch)
         if self.embeddings_freq and epoch % self.embeddings_freq == 0:
-            write_embeddings(
-                self.log_dir,
-                embedding_tables(self.model.weights_by_path()),
-                self.embeddings_metadata,
-                epoch,
-            )
+            tables = embedding_tables(self.model.weights_by_path())
+            write_embeddings(self.log_dir, tables, self.embeddings_metadata, epoch)
         for writer in self._writers.values():
             writer.flush()
 

@@ -96,12 +96,7 @@ def resolved_arguments(
 
 def _check_objective(arguments: CompileArguments) -> None:
     """Raises a ValueError if there is an objective beside arguments that it replaces."""
-    replaced = (
-        arguments.loss,
-        arguments.loss_weights,
-        arguments.metrics,
-        arguments.weighted_metrics,
-    )
+    replaced = (value for name, value in vars(arguments).items() if name != "objective")
     if arguments.objective is not None and any(value is not None for value in replaced):
         raise ValueError(
             "An objective takes the place of a loss and returns its own metrics: leave loss, "

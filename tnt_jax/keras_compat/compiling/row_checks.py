@@ -268,13 +268,8 @@ def _dependence(program: _Program, sizes: bool) -> str | None:
         return found
     if not sizes:
         return None
-    seen = _difference(
-        whole,
-        back,
-        program.run(rows[back], half),
-        slice(None),
-        max(program.tolerance, _SIZE_TOLERANCE),
-    )
+    tolerance = max(program.tolerance, _SIZE_TOLERANCE)
+    seen = _difference(whole, back, program.run(rows[back], half), slice(None), tolerance)
     if seen is None:
         return None
     found = f"{seen.what} gives a row values that depend on the number of rows"

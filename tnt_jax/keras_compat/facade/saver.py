@@ -59,13 +59,10 @@ class Saver:
         is_file = is_file_name(path, of_keras=is_keras(self._core.module))
         state = self._state.state
         scope: Scope = "per_process" if all_devices else current_scope()
-        exists = path.exists() and not overwrite
-        _raise_in_scope(
-            FileExistsError(f"{path} exists already: pass overwrite=True or another path.")
-            if exists
-            else None,
-            scope,
-        )
+        error = None
+        if path.exists() and not overwrite:
+            error = FileExistsError(f"{path} exists already: pass overwrite=True or another path.")
+        _raise_in_scope(error, scope)
         if is_file or scope != "all_processes":
             state = self._core.trainer.gathered_state(alone=scope == "main_process")
         if not is_file:
@@ -75,7 +72,6 @@ class Saver:
             checkpoints.save(state, notes=notes, must_be_finite=False)
             checkpoints.close()
             return
-        error = None
         if scope != "all_processes" or runtime.is_master_rank():
             try:
                 self._write_file(path, state, notes)
@@ -126,13 +122,9 @@ class Saver:
                 self._core.adapter.write_back(
                     Variables(*jax.tree.map(np.array, (state.params, state.model_state)))
                 )
-                keras_files.write(
-                    self._core.module,
-                    temporary,
-                    only(arrays, "opt_state", "step"),
-                    notes,
-                    self._compile_config(),
-                )
+                rest = only(arrays, "opt_state", "step")
+                config = self._compile_config()
+                keras_files.write(self._core.module, temporary, rest, notes, config)
             elif path.name.endswith(H5_ENDING):
                 write_h5(temporary, arrays)
             else:

@@ -49,14 +49,9 @@ _DIR, _EVERY = "TNT_CHECKPOINT_DIR", "TNT_CHECKPOINT_EVERY"
 CHANGES = ("model", "optimizer", "learning_rate", "loss", "metrics", "data", "batch_size")
 """Names that `tnt_ignore_changes` takes."""
 # Options of `Model` that change results by more than rounding, besides the seed.
-_OPTIONS = (
-    "precision",
-    "trainable",
-    "frozen",
-    "synchronize_batch_norm",
-    "gradient_compression",
-    "sync",
-)
+_OPTIONS = """
+    precision trainable frozen synchronize_batch_norm gradient_compression sync
+""".split()
 _LOSS = ("loss", "objective", "class_weight")
 _RATE_STEPS = (0, 1, 10, 100, 1000, 10_000)
 # Rows of which there is a checksum: processes may hold few rows of a batch.

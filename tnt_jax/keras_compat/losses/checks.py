@@ -96,14 +96,10 @@ def _check_class_index(loss: Loss, labels: np.ndarray, shape: tuple[int, ...]) -
             f"Loss {loss.name!r} needs integer labels of shape {expected} for outputs of shape "
             f"{shape}, got {given}.{hint}"
         )
-    is_label = (labels >= 0) & (labels < shape[loss.axis]) & (labels == np.round(labels))
+    size = shape[loss.axis]
+    is_label = (labels >= 0) & (labels < size) & (labels == np.round(labels))
     is_label |= labels == getattr(loss, "ignore_class", None)
-    _require(
-        loss,
-        is_label,
-        labels,
-        f"integer labels in [0, {shape[loss.axis]}) for {shape[loss.axis]} outputs",
-    )
+    _require(loss, is_label, labels, f"integer labels in [0, {size}) for {size} outputs")
 
 
 def _check_same_shape(loss: Loss, kind: str, targets: np.ndarray, shape: tuple[int, ...]) -> None:

@@ -265,13 +265,9 @@ def _pr_area(sums: dict[str, jax.Array]) -> jax.Array:
     intercept = true_positives[1:] - slope * positives[1:]
     has_both = (positives[:-1] > 0) & (positives[1:] > 0)
     ratio = jnp.where(has_both, divide_no_nan(positives[:-1], positives[1:]), 1)
-    return jnp.sum(
-        divide_no_nan(
-            slope * (step + intercept * jnp.log(ratio)),
-            true_positives[1:] + sums[FALSE_NEGATIVES][1:],
-        ),
-        axis=0,
-    )
+    integrals = slope * (step + intercept * jnp.log(ratio))
+    positive_targets = true_positives[1:] + sums[FALSE_NEGATIVES][1:]
+    return jnp.sum(divide_no_nan(integrals, positive_targets), axis=0)
 
 
 class ThresholdCounts(Metric):

@@ -322,12 +322,7 @@ def _only_in_keras(
 ) -> Metric:
     cls = keras_objects.find_class(name, "metrics")
     if cls is None:
-        listed = [
-            *map(keras_objects.snake_case, _classes()),
-            *_ALIASES,
-            "accuracy",
-            "acc",
-            "crossentropy",
-        ]
+        names = map(keras_objects.snake_case, _classes())
+        listed = [*names, *_ALIASES, "accuracy", "acc", "crossentropy"]
         raise keras_objects.unknown(name, listed, kind="metric", advice=keras_objects.advice())
     return from_keras(cls(), y_true_shape, y_pred_shape)

@@ -72,13 +72,8 @@ def _describe_object(value: Any, where: str) -> Any:
         return {"keras": keras_descriptions.describe(value)}
     if isinstance(value, Recorded):
         args, kwargs = value.given_arguments
-        return {
-            "object": [
-                _name(type(value), where),
-                describe(list(args), where=where),
-                describe(kwargs, where=where),
-            ]
-        }
+        parts = (describe(part, where=where) for part in (list(args), kwargs))
+        return {"object": [_name(type(value), where), *parts]}
     if (
         isinstance(value, (FunctionType, type))
         or hasattr(value, "__wrapped__")

@@ -14,6 +14,13 @@ from tnt_jax.train.local.groups import LocalSteps
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
 from tnt_jax.train.steps.global_step import GlobalSteps
 
+_OF_ADAPTER = ("precision", "trainable", "frozen", "synchronize_batch_norm")
+# Without `ranks_per_host`, `mesh`, `sync` and the like, which belong to the machine.
+_SAVED = """
+    seed precision trainable frozen synchronize_batch_norm fusion_threshold gradient_compression
+    shard_optimizer_state reproducible virtual_ranks
+""".split()
+
 
 @dataclass(frozen=True)
 class ModelOptions:
@@ -38,7 +45,7 @@ class ModelOptions:
 
     def for_adapter(self) -> dict[str, Any]:
         """Returns the options of `tnt_jax.adapters.wrap`."""
-        return self._named("precision", "trainable", "frozen", "synchronize_batch_norm")
+        return self._named(_OF_ADAPTER)
 
     def check_local_steps(self) -> None:
         """Raises an error if `sync` is none, or another option excludes it."""
@@ -71,22 +78,8 @@ class ModelOptions:
         )
 
     def saved(self) -> dict[str, Any]:
-        """Returns the arguments for a saved or cloned model.
-
-        They exclude `ranks_per_host`, `mesh`, `sync` and the like, which belong to the machine.
-        """
-        return self._named(
-            "seed",
-            "precision",
-            "trainable",
-            "frozen",
-            "synchronize_batch_norm",
-            "fusion_threshold",
-            "gradient_compression",
-            "shard_optimizer_state",
-            "reproducible",
-            "virtual_ranks",
-        )
+        """Returns the arguments for a saved or cloned model."""
+        return self._named(_SAVED)
 
     def apply(self, apply: Apply) -> Apply:
         """Returns the forward pass in a pipeline, or with rematerialization, as options say."""
@@ -140,7 +133,7 @@ class ModelOptions:
             return None
         return sharded.policy_of(self.remat, self.pipeline.path)
 
-    def _named(self, *names: str) -> dict[str, Any]:
+    def _named(self, names: Sequence[str]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
 
 

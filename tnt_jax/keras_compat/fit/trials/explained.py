@@ -85,13 +85,9 @@ class _Steps:
         """Returns all times and what was tried, as JSON values."""
         phases.here().epoch = 1
         stream = self._plan.stream
-        items = self._reading.noted(
-            read_in_lockstep(
-                full_batches(stream, first_epoch=self._plan.arguments.initial_epoch),
-                stream.source,
-                where="the explained steps",
-            )
-        )
+        full = full_batches(stream, first_epoch=self._plan.arguments.initial_epoch)
+        read = read_in_lockstep(full, stream.source, where="the explained steps")
+        items = self._reading.noted(read)
         kept = list(islice(items, KEPT * self._num_steps))
         self._callbacks.call("on_train_begin", {})
         prepare = preparation_of(self._trainer, self._plan.unpack, threaded=True)

@@ -157,13 +157,10 @@ class ScaleLoop(FitLoop):
             ranks = trainer.runtime.num_ranks
             outer = Outer(ranks, sync.every, sync.fragments, sync.delay, mb)
         self._shared.intake.log_plan(plan.stream)
+        full = full_batches(plan.stream, first_epoch=plan.arguments.initial_epoch)
         times = time_steps(
             trainer,
-            read_in_lockstep(
-                full_batches(plan.stream, first_epoch=plan.arguments.initial_epoch),
-                source,
-                where="the steps that are timed",
-            ),
+            read_in_lockstep(full, source, where="the steps that are timed"),
             plan.unpack,
             threaded=not source.in_memory,
             num_steps=self._core.require_compiled().steps_per_execution,
