@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -164,22 +165,12 @@ class Inspection:
         They show the current values of the model, and can be assigned.
         """
         state = self._shared.state.require_built()
-        params = state_variables(
-            self._core.trainer,
-            lambda s: s.params,
-            lambda s, new: replace(s, params=new),
-            trainable=True,
-            after=self._core.write_back_outside_fit,
-        )
-        others = state_variables(
-            self._core.trainer,
-            lambda s: s.model_state,
-            lambda s, new: replace(s, model_state=new),
-            after=self._core.write_back_outside_fit,
-        )
-        variables = [
-            (params + others)[index] for index in self._shared.state.order_of_weights(state)
-        ]
+        core = self._core
+        part = partial(state_variables, core.trainer, after=core.write_back_outside_fit)
+        params = part(lambda s: s.params, lambda s, new: replace(s, params=new), trainable=True)
+        others = part(lambda s: s.model_state, lambda s, new: replace(s, model_state=new))
+        order = self._shared.state.order_of_weights(state)
+        variables = [(params + others)[index] for index in order]
         if held := self._core.adapter.held_variables():
             # Layers may have been frozen since the state was made.
             trained = {id(variable) for variable in self._core.module.trainable_variables}

@@ -179,11 +179,9 @@ def _load_described(
     elif "config" in notes:
         model = model_from(notes["config"], rebuild, Model)
     else:
-        why = (
-            f" It could not be described: {notes['config_problem']}"
-            if "config_problem" in notes
-            else ""
-        )
+        why = ""
+        if "config_problem" in notes:
+            why = f" It could not be described: {notes['config_problem']}"
         raise ValueError(
             f"{path} does not say which module it holds: pass module=... to load_model.{why}"
         )

@@ -174,12 +174,9 @@ class Preparation:
             return
         functions = compilation.functions
         assert functions is not None
-        dependence = self._seen_dependence(
-            to_batch(first, weighting),
-            functions.per_row(core.adapter),
-            train=train,
-            sizes=functions.has_own_losses,
-        )
+        batch, per_row = to_batch(first, weighting), functions.per_row(core.adapter)
+        sizes = functions.has_own_losses
+        dependence = self._seen_dependence(batch, per_row, train=train, sizes=sizes)
         self._choose_step(dependence, train=train)
 
     def check_outputs(self, batch: Batch) -> None:

@@ -352,11 +352,8 @@ class Resumption:
         Call it in `on_train_begin`. It returns the position in the batches of the running `fit`.
         """
         assert self._stream is not None, "fit() comes first."
-        is_accumulating = (
-            int(self._core.trainer.require_state().step)
-            % self._core.require_compiled().accumulation_steps
-            > 0
-        )
+        num_steps = int(self._core.trainer.require_state().step)
+        is_accumulating = num_steps % self._core.require_compiled().accumulation_steps > 0
         batch = batches_done(
             position, data, self._stream, self._first_epoch, is_accumulating=is_accumulating
         )
@@ -398,11 +395,8 @@ class Resumption:
             for path, leaf in without_accumulated(state_arrays(state)).items()
         }
         trainer.set_state(with_arrays(state, collectives.broadcast(arrays)))
-        epoch = int(
-            collectives.broadcast(
-                np.int64(-1 if self.initial_epoch is None else self.initial_epoch)
-            )
-        )
+        epoch = -1 if self.initial_epoch is None else self.initial_epoch
+        epoch = int(collectives.broadcast(np.int64(epoch)))
         self.initial_epoch = None if epoch < 0 else epoch
 
     def take(self, initial_epoch: int, first: Batch) -> Place:

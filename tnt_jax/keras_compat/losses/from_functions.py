@@ -57,11 +57,9 @@ _KINDS = {
     "huber_loss": "like_outputs",
     "log_cosh": "like_outputs",
 }
-_SOFTMAX = (
-    "softmax_cross_entropy",
-    "safe_softmax_cross_entropy",
-    "softmax_cross_entropy_with_integer_labels",
-)
+_SOFTMAX = """
+    softmax_cross_entropy safe_softmax_cross_entropy softmax_cross_entropy_with_integer_labels
+""".split()
 
 
 class OptaxLoss(LossFunctionWrapper):

@@ -157,11 +157,8 @@ class AUC(Metric):
             None if label_weights is None else np.asarray(label_weights, np.float32)
         )
         if num_labels or not multi_label:
-            self._declare(
-                dict.fromkeys(
-                    ALL_COUNTS, (self.num_thresholds, *([num_labels] if num_labels else []))
-                )
-            )
+            shape = (self.num_thresholds, *([num_labels] if num_labels else []))
+            self._declare(dict.fromkeys(ALL_COUNTS, shape))
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments that make an equal metric."""

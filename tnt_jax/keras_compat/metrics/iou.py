@@ -75,23 +75,18 @@ class IoU(Metric):
             weight.reshape(weight.shape + (1,) * (len(shape) - weight.ndim)), shape
         ).reshape(-1)
         labels, predictions = labels.reshape(-1), predictions.reshape(-1)
-        is_class = (
-            (labels >= 0)
-            & (labels < self.num_classes)
-            & (predictions >= 0)
-            & (predictions < self.num_classes)
-        )
+        size = self.num_classes
+        is_class = (labels >= 0) & (labels < size) & (predictions >= 0) & (predictions < size)
         is_class &= True if self.ignore_class is None else labels != self.ignore_class
-        cell = jnp.where(is_class, labels * self.num_classes + predictions, 0)
+        cell = jnp.where(is_class, labels * size + predictions, 0)
         parts = {"total_cm": weight}
         if "fractions" in self._sums:
             whole = jnp.floor(weight)
             parts = {"total_cm": whole.astype(jnp.int32), "fractions": weight - whole}
+        counted = {name: jnp.where(is_class, part, 0) for name, part in parts.items()}
         return {
-            name: jax.ops.segment_sum(
-                jnp.where(is_class, part, 0), cell, self.num_classes**2
-            ).reshape(self.num_classes, self.num_classes)
-            for name, part in parts.items()
+            name: jax.ops.segment_sum(part, cell, size**2).reshape(size, size)
+            for name, part in counted.items()
         }
 
     def get_config(self) -> dict[str, Any]:

@@ -124,11 +124,8 @@ class CategoricalCrossentropy(MeanMetricWrapper):
         label_smoothing: float = 0.0,
         axis: int = -1,
     ) -> None:
-        super().__init__(
-            losses.CategoricalCrossentropy(from_logits, label_smoothing=label_smoothing, axis=axis),
-            name,
-            dtype,
-        )
+        loss = losses.CategoricalCrossentropy(from_logits, label_smoothing, axis)
+        super().__init__(loss, name, dtype)
         self.from_logits = from_logits
         self.label_smoothing = label_smoothing
         self.axis = axis
@@ -149,11 +146,8 @@ class SparseCategoricalCrossentropy(MeanMetricWrapper):
         ignore_class: int | None = None,
         axis: int = -1,
     ) -> None:
-        super().__init__(
-            losses.SparseCategoricalCrossentropy(from_logits, ignore_class=ignore_class, axis=axis),
-            name,
-            dtype,
-        )
+        loss = losses.SparseCategoricalCrossentropy(from_logits, ignore_class, axis=axis)
+        super().__init__(loss, name, dtype)
         self.from_logits = from_logits
         self.ignore_class = ignore_class
         self.axis = axis

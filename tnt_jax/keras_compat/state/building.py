@@ -29,11 +29,8 @@ def shapes(tree: Any) -> str:
     texts = [
         f"[{', '.join(['rows', *map(str, np.shape(leaf)[1:])])}]" for leaf in jax.tree.leaves(tree)
     ]
-    return (
-        str(jax.tree.unflatten(jax.tree.structure(tree), texts))
-        .replace("'[", "[")
-        .replace("]'", "]")
-    )
+    text = str(jax.tree.unflatten(jax.tree.structure(tree), texts))
+    return text.replace("'[", "[").replace("]'", "]")
 
 
 def input_problem(module: Any, inputs: Any) -> str | None:

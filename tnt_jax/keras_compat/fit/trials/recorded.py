@@ -48,11 +48,8 @@ class RecordedLoop(FitLoop):
 
     def fit(self, plan: Plan) -> NoReturn:
         """Trains, and hands back to the entry of the process."""
-        kept = [
-            callback
-            for callback in unwrapped(self._callbacks.callbacks)
-            if first_base(callback, RATE_CALLBACKS) is not None
-        ]
+        given = unwrapped(self._callbacks.callbacks)
+        kept = [callback for callback in given if first_base(callback, RATE_CALLBACKS) is not None]
         arguments = plan.arguments
         is_last = arguments.epochs == arguments.initial_epoch + 1
         first = _first_batch(plan.stream.source, self._recorder.steps, is_last=is_last)
