@@ -282,9 +282,8 @@ class CompileArguments:
             for weight in weights
         ):
             raise ValueError(
-                f"loss_weights, the third argument of compile, must be a number for each output, "
-                f"but is {self.loss_weights!r}. Pass "
-                "metrics by name: metrics=[...]."
+                "loss_weights, the third argument of compile, must be a number for each output, "
+                f"but is {self.loss_weights!r}. Pass metrics by name: metrics=[...]."
             )
 
 

@@ -71,9 +71,8 @@ def _report(epoch: int, input_wait_s: float, epoch_s: float, loss: float) -> Non
         _noted.get().add("input")
         logger.warning(
             "Training waits for its data: %.1f of the %.1f s of epoch %d. Prepare it in parallel "
-            "(dataset.map(..., "
-            "num_parallel_calls=tf.data.AUTOTUNE) and prefetch, or more workers), cache it, or "
-            "decode less per step.",
+            "(dataset.map(..., num_parallel_calls=tf.data.AUTOTUNE) and prefetch, or more "
+            "workers), cache it, or decode less per step.",
             input_wait_s,
             epoch_s,
             epoch + 1,
@@ -81,8 +80,8 @@ def _report(epoch: int, input_wait_s: float, epoch_s: float, loss: float) -> Non
     if not math.isfinite(loss):
         logger.warning(
             "The training loss of epoch %d is %s: inputs or weights hold NaN or infinity, or an "
-            "embedding lacks ids of the inputs. "
-            "compile(on_nan=...) keeps such steps out of the weights.",
+            "embedding lacks ids of the inputs. compile(on_nan=...) keeps such steps out of the "
+            "weights.",
             epoch + 1,
             loss,
         )

@@ -108,10 +108,8 @@ class MeanMetricWrapper(Metric):
         self, y_true: Any, y_pred: Any, sample_weight: ArrayLike | None = None
     ) -> None:
         """Adds rows to the state, except values that a Keras mask on `y_pred` excludes."""
-        weight = and_valid(
-            weight_of_real_rows(self.without_ignored(y_true, y_pred, sample_weight)),
-            mask_of_outputs(y_pred),
-        )
+        weight = weight_of_real_rows(self.without_ignored(y_true, y_pred, sample_weight))
+        weight = and_valid(weight, mask_of_outputs(y_pred))
         # A whole batch may have a single value, which training refuses; see `increments`.
         self._add(mean_sums(jnp.atleast_1d(self._values(y_true, y_pred)), weight))
 

@@ -43,9 +43,8 @@ class SGD(Optimizer):
         if not slots:
             return -rate * grad, slots
         momentum = self.momentum * slots["momentum"] - rate * grad
-        return (self.momentum * momentum - rate * grad if self.nesterov else momentum), {
-            "momentum": momentum
-        }
+        update = self.momentum * momentum - rate * grad if self.nesterov else momentum
+        return update, {"momentum": momentum}
 
 
 class RMSprop(Optimizer):
@@ -236,10 +235,8 @@ class Ftrl(Optimizer):
         clipped = jnp.clip(
             linear, -self.l1_regularization_strength, self.l1_regularization_strength
         )
-        return (clipped - linear) / quadratic - param, {
-            "accumulator": accumulator,
-            "linear": linear,
-        }
+        slots = {"accumulator": accumulator, "linear": linear}
+        return (clipped - linear) / quadratic - param, slots
 
 
 class ScheduleFreeAdamW(Optimizer):

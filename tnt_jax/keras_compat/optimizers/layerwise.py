@@ -45,10 +45,7 @@ class Lamb(Optimizer):
         momentum = moments["momentum"] / (1 - self.beta_1**step)
         velocity = moments["velocity"] / (1 - self.beta_2**step)
         update = momentum / (jnp.sqrt(velocity) + self.epsilon)
-        param_norm, update_norm = (
-            jnp.sqrt(jnp.sum(jnp.square(param))),
-            jnp.sqrt(jnp.sum(jnp.square(update))),
-        )
+        param_norm, update_norm = (jnp.sqrt(jnp.sum(jnp.square(x))) for x in (param, update))
         has_ratio = (param_norm > 0) & (update_norm > 0)
         ratio = jnp.where(has_ratio, param_norm / jnp.where(has_ratio, update_norm, 1), 1)
         return -ratio * rate * update, moments
