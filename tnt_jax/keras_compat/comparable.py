@@ -64,7 +64,6 @@ def class_name(kind: type) -> str:
 
 
 def _object(value: Any) -> Any:
-    """Returns the class and the settings of an object."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "get_config"):

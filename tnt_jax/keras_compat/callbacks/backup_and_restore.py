@@ -372,7 +372,6 @@ class BackupAndRestore(Callback):
         )
 
     def _resume(self, saved: Saved) -> None:
-        """Makes `fit` go on where a backup was made."""
         ended = saved.notes.get("ended")
         has_ended = ended is not None and self.params["epochs"] <= ended["epochs"]
         if ended is not None and not has_ended:

@@ -107,7 +107,6 @@ def _check_objective(arguments: CompileArguments) -> None:
 def _check_options(
     run_eagerly: Any, steps_per_execution: Any, jit_compile: Any, on_nan: Any
 ) -> None:
-    """Raises a ValueError if an option of `compile` is not supported."""
     if run_eagerly:
         raise ValueError(
             "run_eagerly=True is not possible: a step is one compiled program. Wrap fit in "

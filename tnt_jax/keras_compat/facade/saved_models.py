@@ -193,7 +193,6 @@ def _load_described(
 
 
 def _build(model: Model, arrays: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
-    """Creates variables of the right structure for a model."""
     if is_keras(model.module):
         inputs = _inputs_of(model.module, notes)
         if inputs is None:

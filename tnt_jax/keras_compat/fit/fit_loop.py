@@ -309,7 +309,6 @@ class FitLoop:
         return self._recovery.go_on(error, reopen)
 
     def _train_from(self, start: Place) -> None:
-        """Trains from a place in the epochs on."""
         plan = self._plan
         plan.stream.seek(start.epoch, start.batch, first_epoch=plan.arguments.initial_epoch)
         self._shared.progress.place = start
@@ -321,7 +320,6 @@ class FitLoop:
             self._epochs(start, stop, divergence)
 
     def _epochs(self, start: Place, stop: SharedStop, divergence: Divergence) -> None:
-        """Runs epochs, with validation and callbacks."""
         plan, hooks, recovery = self._plan, self._hooks, self._recovery
         progress = self._shared.progress
         epochs = range(start.epoch, plan.arguments.epochs)

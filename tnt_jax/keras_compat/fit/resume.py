@@ -98,7 +98,6 @@ def _next_of(base: Path) -> Path:
 
 
 def _ray_report(callbacks: Any) -> RayReport | None:
-    """Returns the `RayReport` among the callbacks that the user passed."""
     return next((item for item in unwrapped(callbacks) if isinstance(item, RayReport)), None)
 
 

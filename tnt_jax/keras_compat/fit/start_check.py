@@ -98,7 +98,6 @@ def _of_data(data: DataArguments) -> dict[str, Any]:
 
 
 def _of_fit(arguments: FitArguments) -> dict[str, Any]:
-    """Returns the arguments of `fit`, by name."""
     values = {
         name: comparable(value)
         for name, value in vars(arguments).items()

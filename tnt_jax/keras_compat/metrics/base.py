@@ -388,7 +388,6 @@ class Metric(Recorded):
 
     @contextmanager
     def _holding(self, values: Sequence[Any]) -> Iterator[None]:
-        """Gives the variables other values temporarily."""
         variables = self.variables
         if len(values) != len(variables):
             raise ValueError(

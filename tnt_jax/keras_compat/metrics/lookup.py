@@ -182,7 +182,6 @@ _ALIASES = {
 
 
 def _classes() -> dict[str, Callable[..., Metric]]:
-    """Returns all metrics by the names of their classes."""
     # Their files are imported when a name asks for one of them.
     from tnt_jax.keras_compat.metrics import confusion, iou, of_losses, regression
 

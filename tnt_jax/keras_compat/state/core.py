@@ -522,7 +522,6 @@ class Core:
         log_choice(dependence, self.trainer.runtime.num_ranks)
 
     def _move(self, job: runtime.Runtime, steps: DataParallelSteps | sharded.ShardedSteps) -> None:
-        """Lets the trainer go on with other steps."""
         trainer = self.trainer
         trainer.move(job, steps, steps.place(trainer.require_state()))
         self.compile_steps()
