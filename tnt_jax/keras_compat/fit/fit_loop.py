@@ -245,14 +245,13 @@ class FitLoop:
         arguments = plan.arguments
         training = plan.stream.source
         size, micro = arguments.validation_batch_size, arguments.validation_micro_batch_size
-        inputs = unpack(arguments.validation_data)[0]
-        if size is None and micro is None and takes_batch_size(inputs):
+        x, y, weight = unpack(arguments.validation_data)
+        if size is None and micro is None and takes_batch_size(x):
             size = training.global_batch_size
 
         def source() -> Source | None:
             if arguments.validation_data is None:
                 return None
-            x, y, weight = unpack(arguments.validation_data)
             held_out = DataArguments(
                 x, y, weight, size, micro, distribute=arguments.distribute_validation
             )

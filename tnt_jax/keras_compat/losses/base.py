@@ -232,31 +232,19 @@ class Loss(Recorded):
     ) -> tuple[jax.Array, jax.Array | float | None]:
         # Half precision is too coarse for sums.
         total = jnp.sum(values, dtype=jnp.promote_types(values.dtype, jnp.float32))
-        return total, self._count(values, weight, sample_weight, valid, mask)
-
-    def _count(
-        self,
-        values: jax.Array,
-        weight: jax.Array | None,
-        sample_weight: Any,
-        valid: jax.Array | None,
-        mask: Any,
-    ) -> jax.Array | float | None:
         if self.reduction == "sum":
-            return None
+            return total, None
         if self.reduction == "mean_with_sample_weight" and sample_weight is not None:
             assert weight is not None
-            return jnp.sum(weight, dtype=jnp.promote_types(weight.dtype, jnp.float32))
+            return total, jnp.sum(weight, dtype=jnp.promote_types(weight.dtype, jnp.float32))
         if valid is None and mask is None:
-            return float(
-                values.size
-            )  # Known at trace time: its sum over ranks is a multiplication.
-        counted = (
-            jnp.ones(values.shape, jnp.float32)
-            if valid is None
-            else valid.reshape(values.shape).astype(jnp.float32)
-        )
-        return jnp.sum(counted if mask is None else where_rows(mask, counted, 0))
+            # Known at trace time: its sum over ranks is a multiplication.
+            return total, float(values.size)
+        if valid is None:
+            counted = jnp.ones(values.shape, jnp.float32)
+        else:
+            counted = valid.reshape(values.shape).astype(jnp.float32)
+        return total, jnp.sum(counted if mask is None else where_rows(mask, counted, 0))
 
     def _valid(
         self, values: jax.Array, y_true: Any, y_pred: Any, given: ArrayLike | None
