@@ -112,11 +112,8 @@ def advice() -> str:
     """Returns the part of an error about an unknown name that concerns Keras."""
     if importlib.util.find_spec("keras") is None:
         return " Names of Keras beyond these need Keras: pip install keras."
-    backend = (
-        sys.modules["keras"].backend.backend()
-        if "keras" in sys.modules
-        else os.environ.get("KERAS_BACKEND", "jax")
-    )
+    keras = sys.modules.get("keras")
+    backend = keras.backend.backend() if keras else os.environ.get("KERAS_BACKEND", "jax")
     if backend != "jax":
         return (
             f" Names of Keras beyond these need its JAX backend, but Keras uses {backend!r}: set "

@@ -272,11 +272,9 @@ class ProgbarLogger(Callback):
 
     def _rate(self, moment: float) -> float:
         """Returns the examples per second, without the first step, which compiles, if it can."""
-        rows, start = (
-            (self._rows - self._first_rows, self._first_end)
-            if self._steps > 1
-            else (self._rows, self._start)
-        )
+        rows, start = self._rows, self._start
+        if self._steps > 1:
+            rows, start = rows - self._first_rows, self._first_end
         return rows / max(moment - start, 1e-9)
 
 

@@ -232,11 +232,9 @@ def draw_curves(
         raise ModuleNotFoundError(
             "Drawing curves needs matplotlib: pip install matplotlib."
         ) from error
-    names = [
-        name
-        for name in history
-        if not name.startswith("val_") or name.removeprefix("val_") not in history
-    ]
+    # Those with `val_` share the plot of the log without.
+    beside = {f"val_{name}" for name in history}
+    names = [name for name in history if name not in beside]
     columns = min(len(names), _COLUMNS)
     rows = math.ceil(len(names) / columns)
     # A separate figure, without pyplot: nothing stays open and no screen is needed.

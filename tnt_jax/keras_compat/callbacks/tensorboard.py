@@ -202,11 +202,9 @@ def write_embeddings(
         (Path(log_dir) / file).parent.mkdir(parents=True, exist_ok=True)
         np.savetxt(Path(log_dir) / file, table, delimiter="\t", fmt="%.6g")
         labels = by_layer.get(layer, by_layer.get(layer.rpartition("/")[2]))
-        lines = [
-            f'tensor_name: "{layer}"',
-            f'tensor_path: "{file}"',
-            *([f'metadata_path: "{labels}"'] if labels else []),
-        ]
+        lines = [f'tensor_name: "{layer}"', f'tensor_path: "{file}"']
+        if labels:
+            lines.append(f'metadata_path: "{labels}"')
         entries.append("embeddings {\n" + "".join(f"  {line}\n" for line in lines) + "}\n")
     if entries:
         (Path(log_dir) / "projector_config.pbtxt").write_text("".join(entries))

@@ -152,18 +152,9 @@ class Optimizer(Recorded):
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of an equal optimizer as plain values, without excluded weights."""
         shared = {name: getattr(self, name) for name in Options.__annotations__ if name != "decay"}
-        own = [
-            name
-            for name in config_of(self)
-            if name not in ("name", "learning_rate", "decay", *shared)
-        ]
-        rate = {"learning_rate": plain(self.learning_rate)}
-        return {
-            "name": self.name,
-            **rate,
-            **shared,
-            **{name: plain(getattr(self, name)) for name in own},
-        }
+        first = {"name": self.name, "learning_rate": plain(self.learning_rate)}
+        own = [name for name in config_of(self) if name not in (*first, "decay", *shared)]
+        return first | shared | {name: plain(getattr(self, name)) for name in own}
 
     def exclude_from_weight_decay(
         self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None

@@ -97,11 +97,9 @@ class _Rule:
         index = {id(variable): i for i, variable in enumerate(variables)}
         averages = self.optimizer._model_variables_moving_average if self.optimizer.use_ema else []
         self.average_index = [index[id(average)] for average in averages]
-        self.rate_index = (
-            None
-            if self.is_scheduled
-            else [variable.name for variable in variables].index("learning_rate")
-        )
+        self.rate_index = None
+        if not self.is_scheduled:
+            self.rate_index = [variable.name for variable in variables].index("learning_rate")
         return self._split([jnp.asarray(value) for value in values])
 
     def _exempt(self, trained: Mapping[str, Any]) -> None:
@@ -142,22 +140,13 @@ class _Rule:
             rate = jnp.asarray(self.optimizer._learning_rate(last_step), jnp.float32)
         else:
             rate = values[self.rate_index]
-        average = (
-            self.structure.unflatten([values[i] for i in self.average_index])
-            if self.average_index
-            else None
-        )
-        rest = [
-            value
-            for i, value in enumerate(values)
-            if i != self.rate_index and i not in self.average_index
-        ]
-        return KerasOptimizerState(
-            {"learning_rate": rate},
-            {"learning_rate": ()} if self.is_scheduled else {},
-            average,
-            rest,
-        )
+        average = None
+        if self.average_index:
+            average = self.structure.unflatten([values[i] for i in self.average_index])
+        apart = (self.rate_index, *self.average_index)
+        rest = [value for i, value in enumerate(values) if i not in apart]
+        states = {"learning_rate": ()} if self.is_scheduled else {}
+        return KerasOptimizerState({"learning_rate": rate}, states, average, rest)
 
     def _joined(self, state: KerasOptimizerState) -> list[jax.Array]:
         """Returns the values of all variables in Keras's order."""
@@ -172,13 +161,10 @@ class _Rule:
 
 def _schedule_of(optimizer: Any) -> Any:
     """Returns the schedule of a Keras optimizer, or None if its rate is a number."""
-    schedule = (
-        optimizer._learning_rate
-    )  # learning_rate itself is the rate at the current iteration.
-    keras = require_jax_backend()
-    return (
-        schedule if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule) else None
-    )
+    # learning_rate itself is the rate at the current iteration.
+    schedule = optimizer._learning_rate
+    kind = require_jax_backend().optimizers.schedules.LearningRateSchedule
+    return schedule if isinstance(schedule, kind) else None
 
 
 def _rebuilt(optimizer: Any, **changes: Any) -> Any:

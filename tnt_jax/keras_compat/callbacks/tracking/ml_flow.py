@@ -49,11 +49,10 @@ class MLflow:
             self._client.update_run(run, status="RUNNING")
             return run
         found = self._client.get_experiment_by_name(self._experiment)
-        where = (
-            self._client.create_experiment(self._experiment)
-            if found is None
-            else found.experiment_id
-        )
+        if found is None:
+            where = self._client.create_experiment(self._experiment)
+        else:
+            where = found.experiment_id
         self._run = self._client.create_run(where, run_name=self._name).info.run_id
         parameters = [
             self._mlflow.entities.Param(_NO_NAME.sub("_", name), text[:_MOST_CHARACTERS])
