@@ -487,11 +487,9 @@ class Compiled:
         return increments
 
     def _by_output(self, outputs: Any, batch: Batch) -> list[tuple[OutputSpec, Any, Any, Any]]:
-        weights = (
-            self._layout.data(batch.weight, self._needs_target, "sample weight")
-            if isinstance(batch.weight, (Mapping, tuple, list))
-            else [batch.weight] * len(self._layout.keys)
-        )
+        weights = [batch.weight] * len(self._layout.keys)
+        if isinstance(batch.weight, (Mapping, tuple, list)):
+            weights = self._layout.data(batch.weight, self._needs_target, "sample weight")
         true, pred = self._targets(batch.targets), self._layout.outputs(outputs)
         return [
             (spec, true[spec.index], pred[spec.index], weights[spec.index]) for spec in self.specs

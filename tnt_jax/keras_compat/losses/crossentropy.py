@@ -217,11 +217,9 @@ def normalized(probabilities: jax.Array, axis: int) -> jax.Array:
 
 def class_labels(y_true: jax.Array, y_pred: jax.Array, axis: int) -> jax.Array:
     """Returns integer labels [batch, ...] without a class dimension."""
-    labels = (
-        jnp.squeeze(y_true, axis)
-        if y_true.ndim == y_pred.ndim and y_true.shape[axis] == 1
-        else y_true
-    )
+    labels = y_true
+    if y_true.ndim == y_pred.ndim and y_true.shape[axis] == 1:
+        labels = jnp.squeeze(y_true, axis)
     dim = axis % y_pred.ndim
     if labels.shape != y_pred.shape[:dim] + y_pred.shape[dim + 1 :]:
         raise ValueError(

@@ -196,13 +196,11 @@ class AUC(Metric):
     def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
         """Returns the area, or the mean area of several labels."""
         sums = jax.tree.map(jnp.asarray, sums)
-        is_pr = self.curve == "PR"
-        areas = (
-            _pr_area(sums)
-            if is_pr and self.summation_method == "interpolation"
-            else self._riemann_area(sums)
-        )
-        return self._of_labels(areas)
+        if self.curve == "PR" and self.summation_method == "interpolation":
+            return self._of_labels(_pr_area(sums))
+        x, y = _POINTS[self.curve](*(sums[name] for name in ALL_COUNTS))
+        heights = _HEIGHTS[self.summation_method](y[:-1], y[1:])
+        return self._of_labels(jnp.sum((x[:-1] - x[1:]) * heights, axis=0))
 
     def interpolate_pr_auc(self) -> jax.Array:
         """Returns the area under the precision-recall curve, with interpolated true positives."""
@@ -215,10 +213,6 @@ class AUC(Metric):
             jnp.ones(areas.shape) if self.label_weights is None else jnp.asarray(self.label_weights)
         )
         return divide_no_nan(jnp.sum(areas * weights), jnp.sum(weights))
-
-    def _riemann_area(self, sums: dict[str, jax.Array]) -> jax.Array:
-        x, y = _POINTS[self.curve](*(sums[name] for name in ALL_COUNTS))
-        return jnp.sum((x[:-1] - x[1:]) * _HEIGHTS[self.summation_method](y[:-1], y[1:]), axis=0)
 
 
 def _roc(tp: jax.Array, fp: jax.Array, tn: jax.Array, fn: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -422,11 +416,9 @@ class _BestUnderConstraint(ThresholdCounts):
                 "Argument `num_thresholds` must be an integer > 0. Received: "
                 f"num_thresholds={num_thresholds}"
             )
-        thresholds = (
-            [0.5]
-            if num_thresholds == 1
-            else [index / (num_thresholds - 1) for index in range(num_thresholds)]
-        )
+        thresholds = [0.5]
+        if num_thresholds > 1:
+            thresholds = [index / (num_thresholds - 1) for index in range(num_thresholds)]
         super().__init__(name, dtype, ALL_COUNTS, thresholds, class_id=class_id)
         self.value = value
         self.num_thresholds = num_thresholds
