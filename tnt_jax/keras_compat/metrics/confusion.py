@@ -20,6 +20,7 @@ from tnt_jax.train.steps.row_weights import match_ranks
 TRUE_POSITIVES, FALSE_POSITIVES = "true_positives", "false_positives"
 TRUE_NEGATIVES, FALSE_NEGATIVES = "true_negatives", "false_negatives"
 ALL_COUNTS = (TRUE_POSITIVES, FALSE_POSITIVES, TRUE_NEGATIVES, FALSE_NEGATIVES)
+_CURVES = ["ROC", "PR", "PRGAIN"]
 # Keras's threshold below all outputs, and its value for outputs that are not among the `top_k`.
 NOTHING = -1e10
 
@@ -127,10 +128,8 @@ class AUC(Metric):
         super().__init__(dtype, name)
         self.curve = str(getattr(curve, "value", curve)).upper()
         self.summation_method = str(getattr(summation_method, "value", summation_method)).lower()
-        if self.curve not in _POINTS:
-            raise ValueError(
-                f'Invalid AUC curve value: "{curve}". curve must be one of {list(_POINTS)}.'
-            )
+        if self.curve not in _CURVES:
+            raise ValueError(f'Invalid AUC curve value: "{curve}". curve must be one of {_CURVES}.')
         if self.summation_method not in _HEIGHTS:
             raise ValueError(
                 f'Invalid AUC summation method value: "{summation_method}". summation_method '
@@ -198,7 +197,7 @@ class AUC(Metric):
         sums = jax.tree.map(jnp.asarray, sums)
         if self.curve == "PR" and self.summation_method == "interpolation":
             return self._of_labels(_pr_area(sums))
-        x, y = _POINTS[self.curve](*(sums[name] for name in ALL_COUNTS))
+        x, y = _points(self.curve, *(sums[name] for name in ALL_COUNTS))
         heights = _HEIGHTS[self.summation_method](y[:-1], y[1:])
         return self._of_labels(jnp.sum((x[:-1] - x[1:]) * heights, axis=0))
 
@@ -215,26 +214,19 @@ class AUC(Metric):
         return divide_no_nan(jnp.sum(areas * weights), jnp.sum(weights))
 
 
-def _roc(tp: jax.Array, fp: jax.Array, tn: jax.Array, fn: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return divide_no_nan(fp, fp + tn), divide_no_nan(tp, tp + fn)
-
-
-def _precision_recall(
-    tp: jax.Array, fp: jax.Array, tn: jax.Array, fn: jax.Array
+def _points(
+    curve: str, tp: jax.Array, fp: jax.Array, tn: jax.Array, fn: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    return divide_no_nan(tp, tp + fn), divide_no_nan(tp, tp + fp)
-
-
-def _gains(
-    tp: jax.Array, fp: jax.Array, tn: jax.Array, fn: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    if curve == "ROC":
+        return divide_no_nan(fp, fp + tn), divide_no_nan(tp, tp + fn)
+    if curve == "PR":
+        return divide_no_nan(tp, tp + fn), divide_no_nan(tp, tp + fp)
     scale = divide_no_nan(tp + fn, tn + fp)
     recall = jnp.where(tp == 0, 0, 1 - scale * divide_no_nan(fn, tp))
     precision = jnp.where(tp == 0, 1, 1 - scale * divide_no_nan(fp, tp))
     return jnp.maximum(recall, 0), precision
 
 
-_POINTS = {"ROC": _roc, "PR": _precision_recall, "PRGAIN": _gains}
 _HEIGHTS = {
     "interpolation": lambda a, b: (a + b) / 2,
     "minoring": jnp.minimum,
