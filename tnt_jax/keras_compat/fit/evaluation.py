@@ -82,7 +82,6 @@ def evaluate_source(
     With `fits_memory`, rows are computed in passes that fit the memory of a device. `note_step` is
     called after each step.
     """
-    shared.core.require_compiled()
     trainer = shared.core.trainer
     stream, first = shared.intake.open("Model.evaluate", source, steps=steps)
     if fits_memory:
@@ -97,7 +96,7 @@ def evaluate_source(
     hooks.call("on_test_begin", {})
     running = _steps(shared, "test", stream, steps, to_batch(first), hooks, points, note_step)
     with running as (feed, phase):
-        sums = shared.core.trainer.evaluate(feed, phase)
+        sums = trainer.evaluate(feed, phase)
         phase.end_group(sums)
         logs = shared.core.logs(sums)
     hooks.call("on_test_end", logs)

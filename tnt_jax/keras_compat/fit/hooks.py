@@ -44,9 +44,6 @@ class Progress:
 
 
 Phase = Literal["train", "test", "predict"]
-_STEP: tuple[phases.Phase, str] = ("step", "")
-_STEPS: tuple[phases.Phase, str] = ("steps", "")
-_COMPILE: tuple[phases.Phase, str] = ("compile", "")
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ class PhaseHooks:
             phase, "stop_predicting"
         )
         self._timeline = timeline.current()
-        self._program = _STEP
+        self._program: phases.Phase = "step"
         self._begin, self._end = f"on_{phase}_batch_begin", f"on_{phase}_batch_end"
         self._callbacks = callbacks
         self._progress = progress
@@ -127,7 +124,7 @@ class PhaseHooks:
             self._progress.rows_in_batch = 0
             self._callbacks.call_batch(self._begin, index, {})
         self._before_step()
-        self._here.doing = self._program
+        self._here.doing = (self._program, "")
         self._start_ns, self._first = time.perf_counter_ns(), index
 
     def on_batch_end(self, index: int, sums: Any, num_rows: int) -> bool:
@@ -169,18 +166,15 @@ class PhaseHooks:
             return self._read(sums)
 
     def announce(self, group: DeviceBatches, known: set[Any]) -> bool:
-        """Records whether the next step has to be compiled first, and its kind as known.
-
-        Returns whether it has.
-        """
+        """Adds the kind of the next step to those known; returns whether it is compiled first."""
         kind = (group.num_steps, *[x.shape for x in jax.tree.leaves(group.batch)])
-        if kind in known:
-            self._progress.is_compiling = False
-            self._program = _STEP if group.num_steps == 1 else _STEPS
+        self._progress.is_compiling = is_new = kind not in known
+        known.add(kind)
+        if is_new:
+            self._program = "compile"
         else:
-            known.add(kind)
-            self._progress.is_compiling, self._program = True, _COMPILE
-        return self._progress.is_compiling
+            self._program = "step" if group.num_steps == 1 else "steps"
+        return is_new
 
     def is_busy(self) -> bool:
         """Returns whether the last step that was started is still running."""
