@@ -160,7 +160,7 @@ def dependence_of_rows(
             "needs it whole on one device."
         )
         return None
-    num_real = _num_real(batch)
+    num_real = real_rows(batch)
     per_rank = min(num_local_rows(batch) // trainer.rank_slice.local_ranks, num_real)
     num_rows = [rows for rows in (min(_NUM_ROWS, num_real), per_rank) if rows > 1]
     if not num_rows:
@@ -178,7 +178,8 @@ def _is_too_large(trainer: Trainer) -> bool:
     return is_cut and sum(x.nbytes for x in params) > _MOST_BYTES
 
 
-def _num_real(batch: Batch) -> int:
+def real_rows(batch: Batch) -> int:
+    """Returns the rows of this process that are no padding."""
     return num_local_rows(batch) if batch.mask is None else int(batch.mask.sum())
 
 
@@ -220,7 +221,7 @@ class _Program:
         self, trainer: Trainer, batch: Batch, per_row: PerRow, num_rows: int, *, train: bool
     ) -> None:
         state = trainer.require_state()
-        num_real = _num_real(batch)
+        num_real = real_rows(batch)
         self.num_rows = num_rows
         variables = (state.params, state.model_state, state.key)
         self._variables = jax.tree.map(lambda x: trainer.gather(x).addressable_data(0), variables)

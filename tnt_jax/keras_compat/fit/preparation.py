@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from tnt_jax.adapters.base import CallError
 from tnt_jax.data.layout import micro_batch_size
 from tnt_jax.data.sources import HostBatch, Source
@@ -20,6 +18,7 @@ from tnt_jax.keras_compat.compiling.row_checks import (
     bytes_of_products,
     dependence_of_rows,
     outputs_per_row,
+    real_rows,
     traced_dependence,
 )
 from tnt_jax.keras_compat.fit.data_intake import DataIntake, Weighting, require_targets, to_batch
@@ -295,11 +294,8 @@ def _last_rows(source: Source | None, batch_rows: int, num_ranks: int) -> int:
 
 def _problem_of_first_batch(compiled: Compiled, batch: Batch, outputs: Any) -> ValueError | None:
     """Returns what is wrong with this process's rows of the first batch, and outputs if given."""
-    rows = (
-        int(batch.mask.sum()) if batch.mask is not None else len(jax.tree.leaves(batch.inputs)[0])
-    )
     try:
-        compiled.check_first_batch(outputs, batch.targets, rows=rows)
+        compiled.check_first_batch(outputs, batch.targets, rows=real_rows(batch))
     except ValueError as error:
         return error
     return None

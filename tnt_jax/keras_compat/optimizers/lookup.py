@@ -16,6 +16,8 @@ _CLASSES: Mapping[str, Callable[..., Optimizer]] = keras_objects.classes_of(
     (elementwise, adam, layerwise), Optimizer
 )
 
+_BY_LOWER_NAME = {name.lower(): name for name in _CLASSES}
+
 
 class OptaxOptimizer(Optimizer):
     """An unchanged Optax transformation with the interface of an optimizer.
@@ -103,20 +105,18 @@ def deserialize(
 
     Names are also those of the user's `custom_objects`; an unknown one raises a ValueError.
     """
-    by_lower_name = {name.lower(): name for name in _CLASSES}
     name = str(config["class_name"])
-    known = {**config, "class_name": by_lower_name.get(name.lower(), name)}
+    known = {**config, "class_name": _BY_LOWER_NAME.get(name.lower(), name)}
     return configuration.deserialize(known, "optimizers", custom_objects)
 
 
 def _by_name(name: str) -> Optimizer:
-    by_lower_name = {key.lower(): cls for key, cls in _CLASSES.items()}
-    cls = by_lower_name.get(name.lower())
-    if cls is not None:
-        return cls()
+    own = _BY_LOWER_NAME.get(name.lower())
+    if own is not None:
+        return _CLASSES[own]()
     keras_class = keras_objects.find_class(name.lower(), "optimizers")
     if keras_class is None:
         raise keras_objects.unknown(
-            name, by_lower_name, kind="optimizer", advice=keras_objects.advice()
+            name, _BY_LOWER_NAME, kind="optimizer", advice=keras_objects.advice()
         )
     return KerasOptimizer(keras_class(name=name.lower()))
