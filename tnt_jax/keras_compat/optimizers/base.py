@@ -9,6 +9,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypedDict
 
 import jax
@@ -224,11 +225,7 @@ class Optimizer(Recorded):
         """Returns the Optax transformation, whose state has `hyperparams["learning_rate"]`."""
 
         def at_rate(learning_rate: Array) -> optax.GradientTransformation:
-            def update(
-                grads: Any, state: OptimizerState, params: Any = None
-            ) -> tuple[Any, OptimizerState]:
-                return self._update(grads, state, params, learning_rate)
-
+            update = partial(self._update, rate=learning_rate)
             return optax.GradientTransformation(self._init, update)  # pyright: ignore
 
         injected = optax.inject_hyperparams(at_rate, hyperparam_dtype=jnp.float32)  # pyright: ignore
@@ -265,7 +262,7 @@ class Optimizer(Recorded):
         return OptimizerState(jnp.zeros((), jnp.int32), slots, self.init_shared(), average)
 
     def _update(
-        self, grads: Any, state: OptimizerState, params: Any, rate: Array
+        self, grads: Any, state: OptimizerState, params: Any = None, *, rate: Array
     ) -> tuple[Any, OptimizerState]:
         if params is None:
             raise ValueError(
