@@ -29,13 +29,23 @@ def classes_of(modules: Iterable[ModuleType], base: type[C]) -> dict[str, type[C
     }
 
 
-def find(name: str, classes: Mapping[str, T], aliases: Mapping[str, T]) -> T | None:
-    """Returns the entry for a name, or None."""
-    known = {**aliases, **{alias.upper(): entry for alias, entry in aliases.items()}}
-    known |= {snake_case(class_name): entry for class_name, entry in classes.items()} | dict(
-        classes
-    )
-    return known.get(name)
+# Short names of losses and metrics.
+ALIASES = {
+    "bce": "BinaryCrossentropy",
+    "kld": "KLDivergence",
+    "mae": "MeanAbsoluteError",
+    "mape": "MeanAbsolutePercentageError",
+    "mse": "MeanSquaredError",
+    "msle": "MeanSquaredLogarithmicError",
+}
+
+
+def find(name: str, classes: Mapping[str, T], aliases: Mapping[str, str] = ALIASES) -> T | None:
+    """Returns the class of a name, or None."""
+    short = {alias: classes[class_name] for alias, class_name in aliases.items()}
+    upper = {alias.upper(): entry for alias, entry in short.items()}
+    snake = {snake_case(class_name): entry for class_name, entry in classes.items()}
+    return (short | upper | snake | dict(classes)).get(name)
 
 
 def unknown(name: str, listed: Iterable[str], *, kind: str, advice: str) -> ValueError:
@@ -97,15 +107,11 @@ def find_class(name: str, kind: str) -> type | None:
     keras = _import_keras()
     if keras is None or keras.backend.backend() != "jax":
         return None
-    classes = {
-        key: value
-        for key, value in vars(getattr(keras, kind)).items()
-        if inspect.isclass(value) and key not in _ABSTRACT
-    }
-    known = {snake_case(key): value for key, value in classes.items()} | {
-        key.lower(): value for key, value in classes.items()
-    }
-    return (known | classes).get(name)
+    members = vars(getattr(keras, kind)).items()
+    classes = {key: x for key, x in members if inspect.isclass(x) and key not in _ABSTRACT}
+    snake = {snake_case(key): value for key, value in classes.items()}
+    lower = {key.lower(): value for key, value in classes.items()}
+    return (snake | lower | classes).get(name)
 
 
 def advice() -> str:

@@ -12,14 +12,6 @@ from tnt_jax.keras_compat.losses.from_functions import KerasLoss, check_order, o
 _CLASSES: Mapping[str, Callable[..., Loss]] = keras_objects.classes_of(
     (crossentropy, regression, whole_rows), Loss
 )
-_ALIASES: dict[str, Callable[..., Loss]] = {
-    "bce": crossentropy.BinaryCrossentropy,
-    "kld": crossentropy.KLDivergence,
-    "mae": regression.MeanAbsoluteError,
-    "mape": regression.MeanAbsolutePercentageError,
-    "mse": regression.MeanSquaredError,
-    "msle": regression.MeanSquaredLogarithmicError,
-}
 _FUNCTIONS = tuple(cls().fn for cls in _CLASSES.values())  # pyright: ignore
 
 
@@ -83,11 +75,12 @@ def _by_name(name: str) -> Loss:
         loss: Loss = LossFunctionWrapper(crossentropy.crossentropy, name=name)
         loss.expects_probabilities, loss.targets = True, "by_shape"
         return loss
-    cls = keras_objects.find(name, _CLASSES, _ALIASES)
+    cls = keras_objects.find(name, _CLASSES)
     if cls is None:
         keras_class = keras_objects.find_class(name, "losses")
         if keras_class is None:
-            listed = [*map(keras_objects.snake_case, _CLASSES), *_ALIASES, "crossentropy"]
+            names = map(keras_objects.snake_case, _CLASSES)
+            listed = [*names, *keras_objects.ALIASES, "crossentropy"]
             raise keras_objects.unknown(name, listed, kind="loss", advice=keras_objects.advice())
         return KerasLoss(keras_class(name=name))
     loss = cls()

@@ -171,14 +171,6 @@ _BY_SHAPE = {
     },
 }
 _SHORT = {"acc": "accuracy", "ce": "crossentropy"}
-_ALIASES = {
-    "bce": "BinaryCrossentropy",
-    "kld": "KLDivergence",
-    "mae": "MeanAbsoluteError",
-    "mape": "MeanAbsolutePercentageError",
-    "mse": "MeanSquaredError",
-    "msle": "MeanSquaredLogarithmicError",
-}
 
 
 def _classes() -> dict[str, Callable[..., Metric]]:
@@ -299,9 +291,7 @@ def _by_name(
 ) -> Metric:
     family = _SHORT.get(name.lower(), name.lower())
     if family not in _BY_SHAPE:
-        classes = _classes()
-        aliases = {alias: classes[known] for alias, known in _ALIASES.items()}
-        cls = keras_objects.find(name, classes, aliases)
+        cls = keras_objects.find(name, _classes())
         return _only_in_keras(name, y_true_shape, y_pred_shape) if cls is None else cls()
     if not y_pred_shape:
         raise ValueError(
@@ -322,6 +312,6 @@ def _only_in_keras(
     cls = keras_objects.find_class(name, "metrics")
     if cls is None:
         names = map(keras_objects.snake_case, _classes())
-        listed = [*names, *_ALIASES, "accuracy", "acc", "crossentropy"]
+        listed = [*names, *keras_objects.ALIASES, "accuracy", "acc", "crossentropy"]
         raise keras_objects.unknown(name, listed, kind="metric", advice=keras_objects.advice())
     return from_keras(cls(), y_true_shape, y_pred_shape)
