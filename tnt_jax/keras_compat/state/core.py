@@ -142,20 +142,18 @@ class Core:
 
     def why_not_elastic(self) -> str | None:
         """Returns why training cannot go on with other processes in place, None if it can."""
-        options, compilation = self.options, self.compilation
+        options, compilation, trainer = self.options, self.compilation, self.trainer
         accumulates = compilation is not None and compilation.accumulation_steps > 1
-        compares_rows = isinstance(self.trainer.steps, WholeBatches)
+        compares_rows = isinstance(trainer.steps, WholeBatches)
         looks_back = compilation is not None and compilation.on_nan is not None
+        loses_parts = isinstance(trainer, LocalTrainer) and not trainer.loses_whole_groups
         reasons = {
             "the optimizer's state is sharded": options.shard_optimizer_state,
             "the variables are sharded": self._sharding is not None,
             "what compression leaves out is sharded": options.gradient_compression is not None,
             "accumulated gradients are sharded": accumulates,
             "on_nan looks back at steps on the devices": looks_back,
-            "a group that trains by itself may lose a part of its ranks": isinstance(
-                self.trainer, LocalTrainer
-            )
-            and not self.trainer.loses_whole_groups,
+            "a group that trains by itself may lose a part of its ranks": loses_parts,
             "passes were chosen for this number of ranks": self.fits_memory,
             "the arrays of another model would be lost": _has_others(self),
             "the state of a model that compares rows is sharded": compares_rows,
