@@ -285,16 +285,7 @@ class _Progress:
 
 
 class Recovery:
-    """Lets one `fit` go on with other processes.
-
-        recovery = Recovery(shared, hooks, call)
-        while True:
-            try:
-                ...  # Steps of `start`'s epoch, and the epochs after it.
-            except Exception as error:
-                if not recovery.generations.is_loss(error):
-                    raise
-                start = recovery.go_on(error, reopen)
+    """Lets one `fit` go on with other processes; `FitLoop` calls it where an error is a loss.
 
     Each process keeps the state of its last complete step: steps take no state away (`donated`),
     and the loop waits for each. The launcher forms the next generation of processes; those whose
