@@ -41,21 +41,19 @@ class OutputSpec:
         return f"{self.name}_" if self.name else ""
 
     @property
+    def all_metrics(self) -> tuple[Metric, ...]:
+        """The metrics in the order of their logs."""
+        return self.metrics + self.weighted_metrics
+
+    @property
     def looks_at_outputs(self) -> bool:
-        """Whether `check` has anything to check."""
-        measured = self.metrics + self.weighted_metrics
+        """Whether the loss or a metric works on certain outputs alone."""
+        measured = self.all_metrics
         parts = [self.loss, *measured, *(getattr(metric, "loss", None) for metric in measured)]
         return any(
             getattr(part, "expects_probabilities", False) or getattr(part, "threshold", None) == 0.5
             for part in parts
         )
-
-    def check(self, outputs: np.ndarray) -> None:
-        """Raises a ValueError if loss or metrics cannot work on such outputs `[rows, ...]`."""
-        if self.loss is not None:
-            losses.check_outputs(self.loss, outputs)
-        for metric in self.metrics + self.weighted_metrics:
-            metrics.check_outputs(metric, outputs)
 
 
 class Layout:
@@ -203,9 +201,8 @@ def _unused(name: str, used: set[str]) -> str:
 
 def is_users(loss: Loss) -> bool:
     """Returns whether a loss may compare rows with each other, which none of this package does."""
-    return type(loss) in (losses.LossFunctionWrapper, OptaxLoss) or not type(
-        loss
-    ).__module__.startswith(losses.__name__)
+    is_of_package = type(loss).__module__.startswith(losses.__name__)
+    return not is_of_package or type(loss) in (losses.LossFunctionWrapper, OptaxLoss)
 
 
 # The errors that JAX raises if a function needs the values of a traced array.
@@ -330,12 +327,10 @@ class Compiled:
             pred = jax.tree.map(
                 lambda x, rows=rows: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), pred
             )
-            for metric in spec.metrics + spec.weighted_metrics:
+            for metric in spec.all_metrics:
                 check_targets_of_metric(metric, true, spec.shape)
-                if (
-                    not type(metric).__module__.startswith(metrics.__name__)
-                    or type(metric) is MeanMetricWrapper
-                ):
+                is_of_package = type(metric).__module__.startswith(metrics.__name__)
+                if not is_of_package or type(metric) is MeanMetricWrapper:
                     check_traceable(metric, true, pred)
             if spec.loss is not None:
                 check_activation(spec.loss, activation or None)
@@ -348,10 +343,7 @@ class Compiled:
 
     def kept(self, sums: Any) -> Any:
         """Returns the sums with which the next epoch begins; None if no metric keeps its own."""
-        keeps = [
-            [metric.keeps_sums for metric in spec.metrics + spec.weighted_metrics]
-            for spec in self.specs
-        ]
+        keeps = [[metric.keeps_sums for metric in spec.all_metrics] for spec in self.specs]
         if not any(map(any, keeps)):
             return None
         start = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), sums)
@@ -398,13 +390,10 @@ class Compiled:
                 for spec, pair in zip(trained, sums["losses"], strict=True)
                 if spec.prefix
             }
-        for spec, names, spec_sums in zip(
-            self.specs, self._metric_names, sums["metrics"]["outputs"], strict=True
-        ):
-            for metric, name, metric_sums in zip(
-                spec.metrics + spec.weighted_metrics, names, spec_sums, strict=True
-            ):
-                value = np.asarray(metric.compute(metric_sums))
+        of_outputs = sums["metrics"]["outputs"]
+        for spec, names, of_spec in zip(self.specs, self._metric_names, of_outputs, strict=True):
+            for metric, name, own in zip(spec.all_metrics, names, of_spec, strict=True):
+                value = np.asarray(metric.compute(own))
                 # A metric of several thresholds or classes has a vector of results, as in Keras.
                 logs[name] = float(value) if value.ndim == 0 else value
         return logs
@@ -413,7 +402,7 @@ class Compiled:
         """Returns each metric by the name of its log, with its sums of an epoch's, if given."""
         found = {}
         for output, (spec, names) in enumerate(zip(self.specs, self._metric_names, strict=True)):
-            named = zip(names, spec.metrics + spec.weighted_metrics, strict=True)
+            named = zip(names, spec.all_metrics, strict=True)
             for number, (name, metric) in enumerate(named):
                 if sums is not None:
                     metric.show_sums(sums["metrics"]["outputs"][output][number])
@@ -444,7 +433,11 @@ class Compiled:
             if spec.loss is not None:
                 losses.check_labels(spec.loss, true, (rows, *spec.shape[1:]))
             if spec.looks_at_outputs and outputs is not None:
-                spec.check(np.asarray(self._layout.outputs(outputs)[spec.index])[:rows])
+                pred = np.asarray(self._layout.outputs(outputs)[spec.index])[:rows]
+                if spec.loss is not None:
+                    losses.check_outputs(spec.loss, pred)
+                for metric in spec.all_metrics:
+                    metrics.check_outputs(metric, pred)
 
     def check_classes(self, class_weight: Mapping[int, float]) -> None:
         """Raises a ValueError if a class has a weight that the single output does not have."""
