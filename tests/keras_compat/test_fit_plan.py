@@ -31,6 +31,11 @@ def test_validation_follows_the_epochs_that_keras_documents(frequency, epochs):
     assert [epoch + 1 for epoch in range(6) if due.validates_after(epoch)] == epochs
 
 
+def test_a_frequency_below_one_is_refused():
+    with pytest.raises(ValueError, match=r"validation_freq must be 1 or more, .* but is 0"):
+        plan(validation_freq=0)
+
+
 def test_nothing_is_validated_without_data():
     assert not any(plan(validation=None).validates_after(epoch) for epoch in range(6))
 

@@ -167,8 +167,9 @@ def test_base_logger_and_orbax_checkpoint_are_refused():
 def test_only_callbacks_are_taken():
     with pytest.raises(TypeError, match=r"Create one: EarlyStopping\("):
         fit(small_model(), [callbacks.EarlyStopping])
-    with pytest.raises(TypeError, match="must be tnt_jax or Keras callback objects, but got 3"):
-        fit(small_model(), [3])
+    for other, text in ((3, "3"), ("history", "'history'")):
+        with pytest.raises(TypeError, match=f"or Keras callback objects, but got {text}"):
+            fit(small_model(), [other])
     with pytest.raises(TypeError, match="takes one unwrapped callback"):
         callbacks.OnMaster(callbacks.OnAllRanks(callbacks.History()))
 

@@ -47,7 +47,7 @@ _scope: ContextVar[Scope] = ContextVar("tnt_jax_callback_scope", default="all_pr
 
 def flat(callbacks: Any) -> list[Any]:
     """Returns callbacks, given as one, as None, or in nested sequences, as one list."""
-    if isinstance(callbacks, Sequence):
+    if isinstance(callbacks, Sequence) and not isinstance(callbacks, str):
         return [callback for part in callbacks for callback in flat(part)]
     return [] if callbacks is None else [callbacks]
 

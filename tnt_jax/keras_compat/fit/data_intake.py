@@ -142,12 +142,17 @@ class FitArguments:
     ignored_changes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises a TypeError if a number is something else."""
+        """Raises a TypeError if a number is something else, a ValueError if it is too small."""
         names = ["epochs", "initial_epoch", "steps_per_epoch", "validation_steps"]
         for name in (*names, "tnt_validation_micro_batch_size"):
             value = getattr(self, name.removeprefix("tnt_"))
             if value is not None and not isinstance(value, (int, np.integer)):
                 raise TypeError(f"{name} must be a whole number, but is {value!r}.")
+        freq = self.validation_freq
+        if isinstance(freq, (int, np.integer)) and freq < 1:
+            raise ValueError(
+                f"validation_freq must be 1 or more, or a list of epochs, but is {freq}."
+            )
 
     @property
     def has_epochs(self) -> bool:
@@ -172,7 +177,9 @@ class Plan:
     def validates_after(self, epoch: int) -> bool:
         """Returns whether validation follows epoch number `epoch`, from 0."""
         freq = self.arguments.validation_freq
-        is_due = (epoch + 1) % freq == 0 if isinstance(freq, int) else epoch + 1 in freq
+        is_due = (
+            (epoch + 1) % freq == 0 if isinstance(freq, (int, np.integer)) else epoch + 1 in freq
+        )
         return self.validation is not None and is_due
 
 
