@@ -98,12 +98,10 @@ class ShardedParams:
         self._pipelining = pipelining
 
     def param_specs(self, params: Any) -> Any:
-        """Returns how the parameters are cut over `fsdp`."""
+        """Returns how the parameters, and their gradients, are cut over `fsdp`."""
         return self._layout_of(params).manual_specs
 
-    def grad_specs(self, params: Any) -> Any:
-        """Returns how gradients are cut over `fsdp`: like the parameters."""
-        return self.param_specs(params)
+    grad_specs = param_specs
 
     def parts(self, parts: Parts, params: Any) -> Parts:
         """Returns what gathers the parameters and computes `parts` from them."""

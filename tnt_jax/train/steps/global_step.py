@@ -116,22 +116,14 @@ def _fused(placement: Placement) -> FusedSteps:
     return FusedSteps(partial(_make_train_step, placement, stacked=True), evaluate, predict)
 
 
-class _OneRank:
+class _OneRank(Placement):
     """A placement whose one rank has whole parameters, and whose gradients are their sums."""
 
     def __init__(self, placement: Placement) -> None:
         self.mesh = placement.mesh
         self.update, self.placed = placement.update, placement.placed
 
-    def param_specs(self, params: Any) -> Any:
-        """Returns that parameters are whole for the rank."""
-        return PartitionSpec()
-
-    grad_specs = param_specs
-
-    def parts(self, parts: Parts, params: Any) -> Parts:
-        """Returns `parts`."""
-        return parts
+    grad_specs = Placement.param_specs
 
     def sum(self, grads: Any, params: Any, *, order: Sequence[int]) -> Any:
         """Returns the gradients."""

@@ -109,16 +109,16 @@ _REPLICATED: Any = PartitionSpec()
 
 
 class Placement(Protocol):
-    """Which arrays of a training state are sharded, and how gradients get there."""
+    """Which arrays of a training state are sharded, and how gradients get there.
 
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh of the ranks."""
-        ...
+    The methods with a body are those of parameters that are whole; `mesh` is that of the ranks.
+    """
+
+    mesh: Mesh
 
     def param_specs(self, params: Any) -> Any:
         """Returns how parameters come to `shard_map`, as a tree or one for all."""
-        ...
+        return _REPLICATED
 
     def grad_specs(self, params: Any) -> Any:
         """Returns how the sums of gradients leave `shard_map`."""
@@ -126,7 +126,7 @@ class Placement(Protocol):
 
     def parts(self, parts: Parts, params: Any) -> Parts:
         """Returns what a step computes from parameters as they come to `shard_map`."""
-        ...
+        return parts
 
     def sum(self, grads: Any, params: Any, *, order: Sequence[int]) -> Any:
         """Returns the sums of this rank's gradients over the ranks, inside `shard_map`.
@@ -146,24 +146,16 @@ class Placement(Protocol):
         ...
 
 
-class ShardedOptimizer:
+class ShardedOptimizer(Placement):
     """Shards the optimizer state and accumulated gradients; parameters are whole."""
 
     def __init__(self, mesh: Mesh, reduction: Reduction) -> None:
         self.mesh = mesh
         self._reduction = reduction
 
-    def param_specs(self, params: Any) -> Any:
-        """Returns that parameters are whole."""
-        return _REPLICATED
-
     def grad_specs(self, params: Any) -> Any:
         """Returns how gradients are cut."""
         return jax.tree.map(lambda x: shard_spec(x.shape, self.mesh.size), params)
-
-    def parts(self, parts: Parts, params: Any) -> Parts:
-        """Returns `parts`."""
-        return parts
 
     def sum(self, grads: Any, params: Any, *, order: Sequence[int]) -> Any:
         """Returns this rank's parts of the sums of gradients; see `scatter`."""
