@@ -40,19 +40,15 @@ from tnt_jax.reproducible.device_program import (
 )
 from tnt_jax.reproducible.packed import Packed
 from tnt_jax.reproducible.virtual_ranks import VirtualRanks
-from tnt_jax.train.contracts import Apply, Batch, Measured, Parts
+from tnt_jax.train.contracts import Apply, Batch, Measured, Parts, Steps
 from tnt_jax.train.finite import OnNaN, is_finite_step, loss_scale, take_or_leave
 from tnt_jax.train.state import TrainState, create_state, started_at_once, updated
 from tnt_jax.train.steps.epoch_sums import add_sums, num_local_rows
 from tnt_jax.train.steps.step import accumulate, donated, with_step
 
 
-class ReproducibleSteps:
-    """Implements `Steps` with the same bits on any number of devices."""
-
-    fused = None
-    takes_host_arrays = False
-    without_padding = None
+class ReproducibleSteps(Steps):
+    """Steps with the same bits on any number of devices."""
 
     def __init__(self, ranks: VirtualRanks) -> None:
         self.ranks = ranks
@@ -61,12 +57,6 @@ class ReproducibleSteps:
         self.train = partial(make_train_step, ranks=ranks)
         self.evaluate = partial(make_eval_step, ranks=ranks)
         self.predict = partial(make_predict_step, ranks=ranks)
-
-    def make_variables(self, make: Callable[[], Variables]) -> Variables | None:
-        """Returns None: every device holds all variables."""
-
-    def describe_state(self, *_: Any, **__: Any) -> None:
-        """Returns None: nothing is done before the variables are there."""
 
     def create_state(
         self,

@@ -20,7 +20,7 @@ from tnt_jax.sharded.pipeline.pipeline import Pipeline
 from tnt_jax.sharded.pipelined_parts import PipelinedParts
 from tnt_jax.sharded.placement import GatheredParts, ShardedParams, gathered_apply
 from tnt_jax.sharded.rules import Axis, Rule
-from tnt_jax.train.contracts import Apply, Parts
+from tnt_jax.train.contracts import Apply, Parts, Steps
 from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.state import TrainState, create_state
 from tnt_jax.train.steps.data_parallel import fused_loops
@@ -33,17 +33,14 @@ _REPLICATED: Any = PartitionSpec()
 _ARRAYS_LIKE_PARAMS = 4
 
 
-class ShardedSteps:
-    """Implements `Steps` with sharded parameters, gradients and optimizer state.
+class ShardedSteps(Steps):
+    """Steps with sharded parameters, gradients and optimizer state.
 
     Rules are those of `tnt_jax.sharded.rules`, and `names` returns the logical names that they may
     use. With `has_remat`, what a step computes rematerializes blocks; otherwise everything is kept
     for backpropagation but gathered parameters. `policy` says what the layers of a pipeline by 1F1B
     keep, a policy of `jax.checkpoint`; None for everything. GPipe has it from `pipelined`.
     """
-
-    takes_host_arrays = False
-    without_padding = None
 
     def __init__(
         self,
@@ -145,9 +142,6 @@ class ShardedSteps:
             jax.tree.map(lambda _: whole, shapes.model_state),
         )
         return jax.jit(make, out_shardings=shardings)()
-
-    def describe_state(self, *_: Any, **__: Any) -> None:
-        """Returns None: nothing is done before the variables are there."""
 
     def create_state(
         self,

@@ -179,35 +179,23 @@ class FusedSteps(NamedTuple):
 
 
 class Steps(Protocol):
-    """How steps are compiled for the devices, and how the training state lies on them."""
+    """How steps are compiled for the devices, and how the training state lies on them.
 
-    @property
-    def rank_slice(self) -> RankSlice:
-        """The slice of the data axis that this process feeds."""
-        ...
+    Attributes:
+        rank_slice: The slice of the data axis that this process feeds.
+        mesh: The mesh that the programs are mapped over.
+        fused: Several steps as one program; None if steps run one by one.
+        takes_host_arrays: Whether the programs of a single process accept host arrays, which they
+            copy faster.
+        without_padding: From batches to what the programs take, without padded rows; None if these
+            are masked. All processes must call it at the same place among their programs.
+    """
 
-    @property
-    def fused(self) -> FusedSteps | None:
-        """Several steps as one program; None if steps run one by one."""
-        ...
-
-    @property
-    def takes_host_arrays(self) -> bool:
-        """Whether the programs of a single process accept host arrays, which they copy faster."""
-        ...
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh that the programs are mapped over."""
-        ...
-
-    @property
-    def without_padding(self) -> Callable[[DeviceBatches], DeviceBatches] | None:
-        """From batches to what the programs take, without padded rows; None if these are masked.
-
-        All processes must call it at the same place among their programs.
-        """
-        ...
+    rank_slice: RankSlice
+    mesh: Mesh
+    fused: FusedSteps | None = None
+    takes_host_arrays: bool = False
+    without_padding: Callable[[DeviceBatches], DeviceBatches] | None = None
 
     def train(
         self,
@@ -246,7 +234,6 @@ class Steps(Protocol):
 
         JAX can trace `make`.
         """
-        ...
 
     def create_state(
         self,
@@ -272,7 +259,6 @@ class Steps(Protocol):
         The variables are descriptions, too. It is None if they are known only once the variables
         are there.
         """
-        ...
 
     def put_state(self, state: TrainState) -> TrainState:
         """Puts a copy of a state of host or device arrays on the devices."""

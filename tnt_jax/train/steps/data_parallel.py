@@ -14,8 +14,8 @@ from tnt_jax.adapters.base import Variables
 from tnt_jax.data.feed import rank_slice_of
 from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.sums.reduction import Reduction
-from tnt_jax.train.contracts import Apply, FusedSteps, Parts
-from tnt_jax.train.execution import DeviceBatches, mapped, scanned
+from tnt_jax.train.contracts import Apply, FusedSteps, Parts, Steps
+from tnt_jax.train.execution import mapped, scanned
 from tnt_jax.train.finite import check_uncompressed
 from tnt_jax.train.state import TrainState, create_state, started_at_once
 from tnt_jax.train.steps.sharded_step import (
@@ -23,18 +23,13 @@ from tnt_jax.train.steps.sharded_step import (
     make_sharded_train_step,
     state_shardings,
 )
-from tnt_jax.train.steps.step import (
-    make_eval_step,
-    make_predict_step,
-    make_train_step,
-)
+from tnt_jax.train.steps.step import make_eval_step, make_predict_step, make_train_step
 
 
-class DataParallelSteps:
-    """Implements `Steps` with one program per step."""
+class DataParallelSteps(Steps):
+    """Steps with one program each."""
 
     takes_host_arrays = True
-    without_padding: Callable[[DeviceBatches], DeviceBatches] | None = None
 
     def __init__(self, runtime: Runtime, reduction: Reduction) -> None:
         self.reduction = reduction
@@ -53,9 +48,6 @@ class DataParallelSteps:
     def predict(self, apply: Apply) -> Callable:
         """Returns the function `(params, model_state, inputs, first_row) -> outputs`."""
         return make_predict_step(apply, self.mesh)
-
-    def make_variables(self, make: Callable[[], Variables]) -> Variables | None:
-        """Returns None: every device holds all variables."""
 
     def create_state(
         self,
