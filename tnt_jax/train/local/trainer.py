@@ -103,7 +103,7 @@ class LocalTrainer(Trainer):
     def state(self) -> TrainState | None:
         """The state with the outer weights; step, optimizer and key are those of this group."""
         group = self._group_trainer
-        return group.shown() if group is not None and group.has_begun else self.own_state
+        return group.shown() if group is not None and group.has_begun else super().state
 
     @state.setter
     def state(self, state: TrainState | None) -> None:
@@ -112,16 +112,6 @@ class LocalTrainer(Trainer):
         if group is not None and group.has_begun and state is not None and group.take(state):
             return
         self._leave()
-        self.own_state = state
-
-    @property
-    def own_state(self) -> TrainState | None:
-        """The state before groups begin with it."""
-        return super().state
-
-    @own_state.setter
-    def own_state(self, state: TrainState | None) -> None:
-        """Replaces it."""
         self._state, self._coming = state, None
 
     def set_state(self, state: TrainState) -> None:
@@ -137,7 +127,7 @@ class LocalTrainer(Trainer):
     def loses_whole_groups(self) -> bool:
         """Whether a process that is lost is a group, and the others can form groups again."""
         group = self._group_trainer
-        is_one_process = group is None or group.is_one_process
+        is_one_process = group is None or group.group.is_one_process
         return isinstance(self.sync.groups, str) and is_one_process
 
     def kept(self) -> _Kept:
@@ -200,7 +190,7 @@ class GroupTrainer(Trainer):
         super().__init__(
             whole.adapter, job, GroupSteps(job, reduction, rank_slice), seed=whole._seed
         )
-        self._whole, self._group = whole, group
+        self._whole, self.group = whole, group
         self._outer: OuterUpdates | None = None
         self._num_steps = 0
         # Of the checkpoint that was restored.
@@ -218,11 +208,6 @@ class GroupTrainer(Trainer):
     def has_begun(self) -> bool:
         """Whether the group has weights of its own."""
         return self._outer is not None
-
-    @property
-    def is_one_process(self) -> bool:
-        """Whether the group is this process alone."""
-        return self._group.is_one_process
 
     @property
     def state(self) -> TrainState | None:
@@ -310,7 +295,7 @@ class GroupTrainer(Trainer):
     def whole_sums(self, sums: Any) -> Any:
         """Returns the sums of an epoch over the rows of all groups; all processes must call it."""
         host = jax.tree.map(np.asarray, sums)
-        if not self._group.is_lead:
+        if not self.group.is_lead:
             host = jax.tree.map(np.zeros_like, host)
         totals = jax.tree.map(
             lambda x, total: np.asarray(total, x.dtype), host, collectives.all_reduce(host)
@@ -346,10 +331,10 @@ class GroupTrainer(Trainer):
         """
         own, shared = _below(_OWN, arrays), dict(_below(_SHARED, arrays))
         self._saved_groups = _num_groups(own)
-        if self._saved_groups == self._group.num_groups:
+        if self._saved_groups == self.group.num_groups:
             self._take_back(self.own_rows(own), shared)
             return
-        _warn_of_others(self._saved_groups, self._group.num_groups)
+        _warn_of_others(self._saved_groups, self.group.num_groups)
         if own:
             outer = self._begun()
             shared["under_way"] = shared["under_way"][:0]
@@ -391,8 +376,8 @@ class GroupTrainer(Trainer):
 
         Of other groups, the first has the sums of all.
         """
-        index = self._group.index
-        if self._saved_groups == self._group.num_groups:
+        index = self.group.index
+        if self._saved_groups == self.group.num_groups:
             return jax.tree.map(lambda x: x[index], tree)
         total = tree if self._saved_groups == 1 else _total(tree)
         return total if index == 0 else jax.tree.map(np.zeros_like, total)
@@ -420,19 +405,31 @@ class GroupTrainer(Trainer):
         return self._outer
 
     def _begin(self) -> None:
-        state = self._whole.own_state
-        assert state is not None, "build() comes first."
+        state = self._whole._built()
         own = _jax.replicate(state, self.runtime.mesh)
         self._num_steps = int(np.asarray(state.step))
-        self._outer = OuterUpdates(self._group, self._whole.sync, *self._weights(own))
+        self._outer = OuterUpdates(self.group, self._whole.sync, *self._weights(own))
         self.state = own
         # What is shown from here on is that of the groups.
-        self._whole.own_state = replace(state, params=None, model_state=None, opt_state=None)
+        self._whole._state = replace(state, params=None, model_state=None, opt_state=None)
 
     def _run(self, group: DeviceBatches, sums: Any) -> Any:
         """Runs a step, and the outer updates that follow it; returns the sums after it."""
-        with self._undone_by_errors(self._begun()):
-            return self._run_both(group, sums)
+        outer = self._begun()
+        with self._undone_by_errors(outer):
+            first_row, num_rows = self._own_part(group)
+            self._number_rows(first_row)
+            # Statistics of no rows are NaN.
+            kept = {} if num_rows else jax.tree.map(jax.numpy.copy, self._weights(self._built())[1])
+            sums = super()._run(group, sums)
+            self._num_steps += 1
+            state = self._built()
+            if kept:
+                self.state = state = self._with_weights(state, kept)
+            if outer.has_turn(self._num_steps, num_rows):
+                params, averages = outer.exchange(self._num_steps, *self._weights(state))
+                self.state = self._with_weights(state, params | averages)
+        return sums
 
     @contextmanager
     def _undone_by_errors(self, outer: OuterUpdates) -> Iterator[None]:
@@ -451,30 +448,15 @@ class GroupTrainer(Trainer):
             self.state, self._num_steps = state, num_steps
             raise
 
-    def _run_both(self, group: DeviceBatches, sums: Any) -> Any:
-        first_row, num_rows = self._own_part(group)
-        self._number_rows(first_row)
-        # Statistics of no rows are NaN.
-        kept = {} if num_rows else jax.tree.map(jax.numpy.copy, self._weights(self._built())[1])
-        sums = super()._run(group, sums)
-        self._num_steps += 1
-        state, outer = self._built(), self._begun()
-        if kept:
-            self.state = state = self._with_weights(state, kept)
-        if outer.has_turn(self._num_steps, num_rows):
-            params, averages = outer.exchange(self._num_steps, *self._weights(state))
-            self.state = self._with_weights(state, params | averages)
-        return sums
-
     def _own_part(self, group: DeviceBatches) -> tuple[int, int]:
         """Returns the group's first row in a batch, and how many it has."""
-        index = self._group.index
+        index = self.group.index
         if group.shards is not None:
             # Where each process brings its rows, they are numbered with the padding.
-            own = [group.shards[process] for process in self._group.processes[index]]
+            own = [group.shards[process] for process in self.group.processes[index]]
             padded = jax.tree.leaves(group.batch.inputs)[0].shape[0]
             return index * padded, sum(rows.stop - rows.start for rows in own)
-        part = -(-group.num_rows // self._group.num_groups)
+        part = -(-group.num_rows // self.group.num_groups)
         return index * part, min(max(group.num_rows - index * part, 0), part)
 
     def _number_rows(self, first_row: int) -> None:
@@ -486,17 +468,16 @@ class GroupTrainer(Trainer):
 
     def _weights(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the parameters, and the floating arrays of the model state, by path."""
-        params = {f"params/{path}": x for path, x in state_arrays(state.params).items()}
-        held = state_arrays(state.model_state).items()
-        is_floating = {path: jax.numpy.issubdtype(x.dtype, jax.numpy.floating) for path, x in held}
-        return params, {f"model_state/{path}": x for path, x in held if is_floating[path]}
+        held = _by_path(state).items()
+        return {path: x for path, x in held if path.startswith("params/")}, {
+            path: x
+            for path, x in held
+            if path.startswith("model_state/") and jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
+        }
 
     def _with_weights(self, state: TrainState, weights: Mapping[str, Any]) -> TrainState:
-        held = _by_path(state)
-        leaves = [weights.get(path, x) for path, x in held.items()]
-        structure = jax.tree.structure((state.params, state.model_state))
-        params, model_state = structure.unflatten(leaves)
-        return replace(state, params=params, model_state=model_state)
+        leaves = [weights.get(path, x) for path, x in _by_path(state).items()]
+        return replace(state, **jax.tree.structure(_variables(state)).unflatten(leaves))
 
     def _on_all(self, x: jax.Array) -> jax.Array:
         """Returns an array of the group as one of all ranks."""
@@ -507,17 +488,17 @@ class GroupTrainer(Trainer):
         """Returns an array of which each group has a row."""
         x = x if isinstance(x, jax.Array) else _jax.replicate(x, self.runtime.mesh)
         rows: Sequence[Any] = [shard.data[None] for shard in x.addressable_shards]
-        shape = (self._group.num_groups, *x.shape)
+        shape = (self.group.num_groups, *x.shape)
         return jax.make_array_from_single_device_arrays(shape, self._by_group, rows)
+
+
+def _variables(state: TrainState) -> dict[str, Any]:
+    return {"params": state.params, "model_state": state.model_state}
 
 
 def _by_path(state: TrainState) -> dict[str, Any]:
     """Returns parameters and model state by path, as `state_arrays` of the state does."""
-    return {
-        f"{part}/{path}": x
-        for part in ("params", "model_state")
-        for path, x in state_arrays(getattr(state, part)).items()
-    }
+    return state_arrays(_variables(state))
 
 
 def _num_groups(own: Mapping[str, np.ndarray]) -> int:
