@@ -1,6 +1,7 @@
 """The host side of a distributed step: compilation, device arrays and steps in flight."""
 
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -9,11 +10,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
+from tnt_jax.adapters.nnx import check_unshared
 from tnt_jax.data.feed import BATCHES_AHEAD
 from tnt_jax.distributed import timeline
+from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.sums.reduction import Reduction, choose_reduction
@@ -24,7 +28,6 @@ from tnt_jax.train.health.recording import Recorder, changed_by_rounding, roundi
 from tnt_jax.train.loops.checkpoints import restores, save_recorded
 from tnt_jax.train.loops.context import SummedMetric
 from tnt_jax.train.loops.dataset import DistributedBatch
-from tnt_jax.train.loops.placement import Placement
 from tnt_jax.train.loops.program import Program
 from tnt_jax.train.memory_choice import (
     Way,
@@ -57,13 +60,13 @@ class Engine:
         rows_at_once: int | Literal["auto"] | None = None,
         counts: bool = True,
     ) -> None:
-        self.runtime, self._counts = runtime, counts
+        self.runtime, self.name, self.trains, self._counts = runtime, name, trains, counts
         self._rows_at_once: int | Literal["auto"] | None = rows_at_once
         reduction = choose_reduction(runtime.platform, runtime.num_ranks, settings=runtime.settings)
         self._program = Program(
             function, name, runtime.platform, reduction, takes_key=takes_key, trains=trains
         )
-        self._placement = Placement(name, runtime.mesh)
+        self._placement = _Placement(name, runtime.mesh)
         # By whether batches are stacked: the program, and the rows at once where memory chose them.
         self._compiled: dict[bool, Callable] = {}
         self._chosen: dict[bool, int | None] = {}
@@ -109,7 +112,7 @@ class Engine:
             self._metrics.replace(totals)
             self._next = batch.step + (batch.num_steps or 1), number
             self._running.add(number)
-        kind = "train step" if self._program.trains else "test step"
+        kind = "train step" if self.trains else "test step"
         last = batch.index + (batch.num_steps or 1)
         timeline.add(kind, "step", start_ns, epoch=batch.epoch + 1, step=last)
         if self._recorder is not None:
@@ -124,25 +127,15 @@ class Engine:
         program = self._program
         other = Engine(
             program.function,
-            program.name,
+            self.name,
             runtime,
             takes_key=program.takes_key,
-            trains=program.trains,
+            trains=self.trains,
             rows_at_once=self._rows_at_once,
             counts=False,
         )
         other._program = replace(other._program, reduction=reduction or other._program.reduction)
         return other
-
-    @property
-    def name(self) -> str:
-        """Name of the user's function."""
-        return self._program.name
-
-    @property
-    def trains(self) -> bool:
-        """Whether the step returns a state."""
-        return self._program.trains
 
     @property
     def compares_rows(self) -> bool:
@@ -165,7 +158,7 @@ class Engine:
 
     def _check_recorded(self, state: Any) -> None:
         """Ends the script if its steps cannot be recorded as it was asked for."""
-        recorder, name = self._recorder, self._program.name
+        recorder, name = self._recorder, self.name
         assert recorder is not None
         if recorder.kind == "sharded":
             recorder.leave_out(
@@ -200,7 +193,7 @@ class Engine:
                 batch.step,
                 known,
                 unit=unit,
-                trained_by=self._program.name,
+                trained_by=self.name,
                 drawn=[list(shape) for name, shape in drawn if name == "random_bits"],
                 rows_of_rank=num_local_rows(batch.arrays) // len(self.runtime.local_ranks),
             )
@@ -250,7 +243,7 @@ class Engine:
                 mesh,
                 at=2,
                 dim=int(stacked),
-                donate_argnums=0 if self._program.trains else (),
+                donate_argnums=0 if self.trains else (),
                 out_shardings=NamedSharding(mesh, PartitionSpec()),
             )
         self._compiled[stacked] = program
@@ -267,7 +260,7 @@ class Engine:
         mesh = self.runtime.mesh
         if operation is not None:
             raise ValueError(
-                f"{self._program.name} cannot compute its rows in several passes: it compares rows "
+                f"{self.name} cannot compute its rows in several passes: it compares rows "
                 f"of a batch, by {operation}. Leave rows_at_once out of tnt_jax.distributed_step."
             )
         if (num_rows := num_local_rows(batch) // mesh.size) > 1:
@@ -288,7 +281,7 @@ class Engine:
         floor = local_bytes((state, arrays)) + waiting
         way = Way("", floor, 0, program, waiting, self._rows_of_rank(arrays, stacked=stacked))
         limit = memory_limit(self.runtime.mesh.local_devices, self.runtime.settings.device_memory)
-        choice = choose(f'{self._program.name}(rows_at_once="auto")', [way], limit)
+        choice = choose(f'{self.name}(rows_at_once="auto")', [way], limit)
         logger.info("%s.", choice)
         self._chosen[stacked] = choice.rows_at_once
         return jitted(choice.rows_at_once)
@@ -332,14 +325,14 @@ class Engine:
         """Returns the mesh of steps that compare rows."""
         mesh = global_mesh(self.runtime.mesh)
         if self._take is None:
-            name = self._program.name
-            log_choice(f"{name} compares rows of a batch, by {operation}", self.runtime.num_ranks)
+            reason = f"{self.name} compares rows of a batch, by {operation}"
+            log_choice(reason, self.runtime.num_ranks)
             self._take = RealRows(mesh)
         self._program = replace(self._program, reduction=Reduction("xla"))
         return mesh
 
     def _check_arguments(self, batch: Any, key: Any, *, stacked: bool) -> None:
-        name = self._program.name
+        name = self.name
         if not isinstance(batch, DistributedBatch):
             raise TypeError(
                 f"{name} takes batches of a distributed dataset, but got a {type(batch).__name__}. "
@@ -389,6 +382,90 @@ def _recorder_of(runtime: Runtime) -> Recorder | None:
     return _recorders.get()[0]
 
 
+class _Placement:
+    """Puts the state of the step `name` on every device of a mesh, unless it lies there already."""
+
+    def __init__(self, name: str, mesh: Mesh) -> None:
+        self._name = name
+        self._mesh = mesh
+        self._sharding = NamedSharding(mesh, PartitionSpec())
+        # By identity, with which a step of a small model is found in place fastest.
+        self._known: dict[int, Any] = {}
+
+    def place(self, state: Any) -> Any:
+        """Returns a state on every device; of one that lies elsewhere, a copy.
+
+        A TypeError says that an NNX variable occurs twice in it, or that it is traced, a ValueError
+        that an earlier step was given it, or that processes come with different states.
+        """
+        known = self._known
+        leaves = jax.tree.leaves(state)
+        if leaves and isinstance(leaves[0], Tracer):
+            raise TypeError(
+                f"{self._name} is a program of its own and cannot be traced: call it outside of "
+                f"jax.jit, jax.lax.scan and other steps. Many steps in one program are "
+                f"{self._name}.scan(state, batches) with batches of dataset.stacked()."
+            )
+        for x in leaves:
+            if id(getattr(x, "sharding", None)) not in known or x.is_deleted():
+                return self._placed(state, leaves)
+        return state
+
+    def _placed(self, state: Any, leaves: list[Any]) -> Any:
+        arrays = [x for x in leaves if isinstance(x, jax.Array)]
+        if any(x.is_deleted() for x in arrays):
+            # JAX may end the process where it is given such arrays.
+            raise _given_away(self._name, state)
+        whole = self._sharding
+        if len(arrays) == len(leaves) and all(
+            x.sharding.is_equivalent_to(whole, x.ndim) for x in arrays
+        ):
+            self._known |= {id(x.sharding): x.sharding for x in arrays}
+            return state
+        check_unshared(state)
+        state = jax.tree.map(_jax.local_copy, state)
+        self._check_equal(state)
+        return _jax.replicate(state, self._mesh)
+
+    def _check_equal(self, state: Any) -> None:
+        if jax.process_count() == 1:
+            return
+        sums = {
+            jax.tree_util.keystr(path): _checksum(leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        }
+        first = None
+        for process, other in enumerate(collectives.agree(self._name, {}, note=sums)):
+            first = other if first is None else first
+            differing = [path for path in {**first, **other} if first.get(path) != other.get(path)]
+            if differing:
+                raise ValueError(
+                    f"{self._name} needs the same state on every process, but state{differing[0]} "
+                    f"({len(differing)} of {len(first)} arrays) of process {process} differs from "
+                    f"that of process 0. Seed all alike, or take one's: "
+                    f"state = tnt_jax.broadcast_state(state)."
+                )
+
+
+def _given_away(name: str, state: Any) -> ValueError:
+    path = next(
+        jax.tree_util.keystr(path)
+        for path, x in jax.tree_util.tree_leaves_with_path(state)
+        if isinstance(x, jax.Array) and x.is_deleted()
+    )
+    return ValueError(
+        f"The state{path} was given to an earlier step, which has used its memory again (donated "
+        f"it). Go on with the state that the step returned: state, metrics = {name}(state, batch)."
+    )
+
+
+def _checksum(x: Any) -> str:
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    array = np.ascontiguousarray(x)
+    return f"{array.dtype}{array.shape} {zlib.crc32(array.tobytes())}"
+
+
 class _Metrics:
     """Metrics that a step updates, and the arrays that each adds up; they lie on the devices.
 
@@ -396,12 +473,7 @@ class _Metrics:
     """
 
     def __init__(
-        self,
-        metrics: list[SummedMetric],
-        shapes: list[Any],
-        placement: Placement,
-        *,
-        counts: bool,
+        self, metrics: list[SummedMetric], shapes: list[Any], placement: _Placement, *, counts: bool
     ) -> None:
         self._metrics, self._shapes, self._placement = metrics, shapes, placement
         self._own = None if counts else jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
