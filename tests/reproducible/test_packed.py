@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tnt_jax.reproducible.packed import Packed
+from tnt_jax.reproducible.batch_sum import Packed
 
 TREE = {
     "kernel": jnp.arange(6.0).reshape(2, 3),

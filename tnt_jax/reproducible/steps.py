@@ -25,6 +25,7 @@ from tnt_jax.reproducible.batch_sum import (
     BatchSum,
     Counts,
     ModelArrays,
+    Packed,
     loss_of_chunk,
     losses_of_chunk,
     measure_chunk,
@@ -38,7 +39,6 @@ from tnt_jax.reproducible.device_program import (
     join,
     split,
 )
-from tnt_jax.reproducible.packed import Packed
 from tnt_jax.reproducible.virtual_ranks import VirtualRanks
 from tnt_jax.train.contracts import Apply, Batch, Measured, Parts, Steps
 from tnt_jax.train.finite import OnNaN, is_finite_step, loss_scale, take_or_leave
