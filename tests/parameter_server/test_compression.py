@@ -1,7 +1,8 @@
 import ml_dtypes
 import numpy as np
 
-from tnt_jax.parameter_server.compression import ErrorFeedback, from_wire, to_wire
+from tnt_jax.parameter_server.server import from_wire, to_wire
+from tnt_jax.parameter_server.worker import ErrorFeedback
 
 
 def test_what_rounding_leaves_out_is_sent_later():

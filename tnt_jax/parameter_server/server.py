@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 
-from tnt_jax.parameter_server.compression import from_wire, to_wire
 from tnt_jax.parameter_server.partition import (
     SAME,
     Interpreter,
@@ -231,6 +231,19 @@ def _refusal(name: str, problem: str | None) -> str:
         "partitioner (variables are then whole on a server), or another optimizer. Elementwise "
         "transformations, norms and sums over variables work on any number of servers."
     )
+
+
+def to_wire(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns arrays that are sent without a copy: bfloat16 as its bits."""
+    return [x.view(np.uint16) if x.dtype == ml_dtypes.bfloat16 else x for x in arrays]
+
+
+def from_wire(arrays: Sequence[np.ndarray], dtypes: Sequence[np.dtype]) -> list[np.ndarray]:
+    """Returns arrays of given dtypes from what `to_wire` made of them, rounded or not."""
+    return [
+        (x.view(ml_dtypes.bfloat16).astype(dtype) if x.dtype == np.uint16 != dtype else x)
+        for x, dtype in zip(arrays, dtypes, strict=True)
+    ]
 
 
 Arrays = list[np.ndarray]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
+import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
@@ -20,8 +21,7 @@ from tnt_jax.distributed.sums.averages import StateAverage
 from tnt_jax.distributed.sums.gradients import sum_gradients
 from tnt_jax.distributed.sums.random_rows import batch_key
 from tnt_jax.distributed.sums.reduction import Reduction, choose_reduction
-from tnt_jax.parameter_server.compression import ErrorFeedback, to_wire
-from tnt_jax.parameter_server.server import Arrays, Layout, Push
+from tnt_jax.parameter_server.server import Arrays, Layout, Push, to_wire
 from tnt_jax.settings import read_settings
 from tnt_jax.train.contracts import Apply, Batch, LossTerm, Measured, Parts
 from tnt_jax.train.state import TrainState
@@ -152,6 +152,35 @@ class Order(NamedTuple):
     share: Share | None
     was_applied: bool
     num_rows: int
+
+
+class ErrorFeedback:
+    """Rounds gradients to bfloat16, and keeps what rounding left out of those that were applied.
+
+    A worker adds what it has not sent yet to its next gradient (Karimireddy et al. 2019,
+    arXiv:1901.09847).
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[np.ndarray] | None = None
+        self._tried: list[np.ndarray] | None = None
+
+    def settle(self, *, was_applied: bool) -> None:
+        """Notes what became of the gradients that were rounded last."""
+        if self._tried is not None and was_applied:
+            self._kept = self._tried
+        self._tried = None
+
+    def rounded(self, grads: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Returns what to send for gradients: float32 arrays in bfloat16, others as they are."""
+        if self._kept is None:
+            self._kept = [np.zeros_like(grad) for grad in grads]
+        wanted = [grad + kept for grad, kept in zip(grads, self._kept, strict=True)]
+        sent = [x.astype(ml_dtypes.bfloat16) if x.dtype == np.float32 else x for x in wanted]
+        self._tried = [
+            whole - part.astype(whole.dtype) for whole, part in zip(wanted, sent, strict=True)
+        ]
+        return sent
 
 
 class Worker:
