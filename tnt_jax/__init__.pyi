@@ -49,9 +49,9 @@ from .train.loops.checkpoints import LoopCheckpoints as LoopCheckpoints
 from .train.loops.dataset import distribute as distribute
 from .train.loops.gradients import grad as grad
 from .train.loops.gradients import value_and_grad as value_and_grad
-from .train.loops.losses import compute_average_loss as compute_average_loss
-from .train.loops.losses import scale_regularization_loss as scale_regularization_loss
+from .train.loops.results import compute_average_loss as compute_average_loss
 from .train.loops.results import reduce as reduce
+from .train.loops.results import scale_regularization_loss as scale_regularization_loss
 from .train.loops.step import distributed_eval_step as distributed_eval_step
 from .train.loops.step import distributed_step as distributed_step
 
