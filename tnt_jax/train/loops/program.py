@@ -96,16 +96,11 @@ _STACKED: Any = PartitionSpec(None, _jax.DATA_AXIS)
 
 
 class Prepared(NamedTuple):
-    """Properties of a program that tracing has found.
+    """Properties of a program that tracing has found."""
 
-    Attributes:
-        metrics: Metrics that it updates, in the order of their first updates.
-        sums: Shapes of the arrays that each of them adds up.
-        operation: Name of an operation that combines rows of the batch; None if there is none.
-    """
-
-    metrics: list[SummedMetric]
-    sums: list[Any]
+    metrics: list[SummedMetric]  # Metrics that it updates, in the order of their first updates.
+    sums: list[Any]  # Shapes of the arrays that each of them adds up.
+    # Name of an operation that combines rows of the batch; None if there is none.
     operation: str | None
 
 
