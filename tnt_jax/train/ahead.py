@@ -54,9 +54,7 @@ def coming_state(adapter: Adapter, inputs: Any, *, seed: int) -> "ComingState | 
 class ComingState:
     """The state of a model whose variables are being computed, by process 0 for all.
 
-    Attributes:
-        described: Descriptions of the arrays of the state, once `describe` was called; None if they
-            are not known.
+    `described` are descriptions of its arrays, once `describe` was called; None if not known.
     """
 
     def __init__(self, fresh: FreshVariables) -> None:

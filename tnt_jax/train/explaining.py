@@ -103,12 +103,10 @@ class CountedCompilations:
         self.number, self.seconds = 0, 0.0
 
     def __enter__(self) -> "CountedCompilations":
-        """Begins to count."""
         jax.monitoring.register_event_duration_secs_listener(self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends the count."""
         jax.monitoring.unregister_event_duration_listener(self._note)
 
     def _note(self, event: str, duration_secs: float, **_: Any) -> None:
@@ -209,12 +207,7 @@ _SMALL_SUM_BYTES = 64 * 1024
 
 
 class Reading:
-    """What is noted of the batches that are read: their shapes; the first of them are kept.
-
-    Args:
-        stream: Where they come from.
-        keep: How many are kept.
-    """
+    """What is noted of the batches of a stream: their shapes; the first `keep` of them are kept."""
 
     def __init__(self, stream: EpochStream, keep: int) -> None:
         self.source, self._steps_of_epoch = stream.source, stream.num_steps
@@ -259,10 +252,7 @@ class Reading:
         }
 
     def _first_batch_s(self) -> float:
-        """Returns the seconds until the first batch of another pass over the data.
-
-        Data that can be read once alone gives none.
-        """
+        """Returns the seconds until the first batch of another pass, if the data has one."""
         start = time.perf_counter()
         if row_order_of(self.source).can_go_back:
             next(self.source.batches(1), None)

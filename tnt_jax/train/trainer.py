@@ -438,11 +438,7 @@ class Trainer:
         return sums, {}
 
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Takes the further arrays of a checkpoint, after its state.
-
-        Raises:
-            ValueError: If they are those of other groups.
-        """
+        """Takes the further arrays of a checkpoint; a ValueError if they are of other groups."""
         if any(path.startswith(OF_GROUPS) for path in arrays):
             raise ValueError(
                 "The checkpoint is that of several groups of LocalSteps, and here all ranks train "

@@ -96,11 +96,7 @@ class Recorder:
             raise TrialsDone
 
     def end_killed(self, save: Callable[[], bool]) -> None:
-        """Saves after half of the steps, and ends all processes as by a kill, if that is wanted.
-
-        Args:
-            save: Saves what is trained; returns whether it was written.
-        """
+        """Ends all processes as by a kill after half of the steps, if `save` says that it saved."""
         if self.kind != "killed" or self.num_steps != max(self.steps // 2, 1):
             return
         if not save():

@@ -24,20 +24,13 @@ _SIGN = 8
 
 
 def plan_fragments(nbytes: Sequence[int], fragments: int) -> list[list[int]]:
-    """Cuts consecutive arrays into `fragments` parts of about equal size; none is empty.
+    """Cuts consecutive arrays into parts of about equal size, none of which is empty.
+
+    Returns the indices of the arrays of each fragment. A ValueError says that there are fewer
+    arrays than fragments.
 
     >>> plan_fragments([4, 4, 100, 4], 2)
     [[0, 1], [2, 3]]
-
-    Args:
-        nbytes: Size of each array.
-        fragments: Number of parts.
-
-    Returns:
-        Indices into `nbytes`, one list for each fragment.
-
-    Raises:
-        ValueError: If there are fewer arrays than fragments.
     """
     if len(nbytes) < fragments:
         raise ValueError(

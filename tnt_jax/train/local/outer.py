@@ -53,26 +53,12 @@ class _Sent(NamedTuple):
 
 
 class OuterUpdates:
-    """The outer weights on the devices of one group.
+    """The outer weights on the devices of one group, which begin as those of all groups.
 
-    Besides parameters there are averages: arrays that groups compute themselves, such as
+    Besides parameters there are averages: floating arrays that groups compute themselves, such as
     BatchNorm's moving statistics. They travel with the last fragment, uncompressed, and become the
-    mean of the groups'.
-
-    Args:
-        group: The group.
-        sync: How updates are made.
-        params: Parameters: floating arrays, the same in all groups.
-        averages: Floating arrays, the same in all groups.
-
-    Attributes:
-        params: The outer parameters, those of all groups.
-        averages: The averages of the last update.
-        updates: How often each fragment was updated.
-
-    Raises:
-        TypeError: If a parameter is not of real floating numbers.
-        ValueError: If there are fewer parameters than fragments.
+    mean of the groups'. `updates` are how often each fragment was updated. A TypeError says that a
+    parameter is not of real floating numbers, a ValueError that there are fewer than fragments.
     """
 
     def __init__(self, group: Group, sync: LocalSteps, params: Arrays, averages: Arrays) -> None:

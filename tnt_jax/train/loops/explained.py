@@ -224,12 +224,10 @@ class SampledLines:
         self._thread = threading.Thread(target=self._sample, name="tnt_jax-lines", daemon=True)
 
     def __enter__(self) -> "SampledLines":
-        """Begins to sample."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends the thread that samples."""
         self._stopped.set()
         self._thread.join()
 

@@ -25,11 +25,9 @@ class RowsAtOnce:
 
 
 class MicroRows:
-    """How the rows of a rank are cut into `num_parts` micro-batches of equal size.
+    """How the rows of a rank are cut into `num_parts` micro-batches of `part_rows` each.
 
-    Attributes:
-        part_rows: Rows of a micro-batch; the last row fills the last ones.
-        num_missing: Rows that fill them.
+    Of the last ones `num_missing` rows are the last row again.
     """
 
     def __init__(self, num_rows: int, num_parts: int) -> None:

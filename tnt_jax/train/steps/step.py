@@ -197,19 +197,11 @@ def make_train_step(
     on_nan: OnNaN | None = None,
     stacked: bool = False,
 ) -> Callable:
-    """Returns the jitted function `(state, sums, batch) -> (state, sums)`.
+    """Returns the jitted function `(state, sums, batch) -> (state, sums)`; see `Steps.train`.
 
-    `state` is donated; `sums` is not, so that the sums of any step can be read later.
-
-    Args:
-        parts: What the step computes.
-        optimizer: Optax transformation, given gradients of the loss of the whole global batch.
-        mesh: Ranks, over the axis `data`.
-        reduction: How gradients are summed over the ranks.
-        accumulation_steps: Steps whose mean gradient makes one update. Each rank sums its own
-            gradients; ranks exchange them only in the step that updates.
-        on_nan: What follows a step that is not finite; None to take it.
-        stacked: Whether it is one program of several steps, for arrays `[steps, rows, ...]`.
+    `state` is donated; `sums` is not, so that the sums of any step can be read later. If gradients
+    are accumulated, each rank sums its own, and ranks exchange them only in the step that updates.
+    If `stacked`, it is one program of several steps, for arrays `[steps, rows, ...]`.
     """
 
     def update(summed: Summed, params: Any, opt_state: Any) -> tuple[Any, tuple[Any, Any]]:

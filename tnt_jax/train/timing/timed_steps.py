@@ -172,11 +172,8 @@ def shares_of(events: Iterable[Event]) -> tuple[float, float, float, float]:
 
     They make 1 together. A moment counts as computing if any device of the process computes;
     otherwise as exchanging if one exchanges; otherwise as data if the thread that trains waits for
-    a batch; otherwise as the host's.
-
-    Raises:
-        ValueError: If there is not one annotation of the steps, or no operation of a device within
-            it.
+    a batch; otherwise as the host's. A ValueError says that there is not one annotation of the
+    steps, or no operation of a device within it.
     """
     events = list(events)
     steps = [event for event in events if event.name == STEPS and not event.is_operation]
