@@ -98,15 +98,15 @@ def difference(
     params: Mapping[Any, Any],
 ) -> str:
     """Returns in words what differs; `depths` are the last blocks that variables depend on."""
-    own = [_Own([], []) for _ in names]
+    # The equations from the first use of a block's arrays on to the last, and those after it.
+    inside, after = ([[] for _ in names] for _ in range(2))
     for at, equation in enumerate(equations):
         block = _last_block(equation, depths)
         if block < 0 or at < uses[block][0]:
             continue
         end = uses[block + 1][0] if block < len(names) - 1 else len(equations)
         last_use = max(x for x in uses[block] if x < end)
-        (own[block].inside if at <= last_use else own[block].after).append(equation)
-    inside, after = ([block[place] for block in own] for place in (0, 1))
+        (inside if at <= last_use else after)[block].append(equation)
     return (
         _difference(inside, names, "computes")
         or _other_length(inside, names)
@@ -114,13 +114,6 @@ def difference(
         or _difference(after, names, "is followed by")
         or f"what stands before {names[0]} is not what stands before the others, or of other types"
     )
-
-
-class _Own(NamedTuple):
-    """The equations from the first use of a block's arrays on to the last, and those after it."""
-
-    inside: list[Any]
-    after: list[Any]
 
 
 def _last_block(equation: Any, depths: Mapping[Any, int]) -> int:
