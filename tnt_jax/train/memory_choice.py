@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,22 +29,6 @@ MICRO_BATCH = 'tnt_micro_batch_size="auto"'
 _MUCH_SPACE = 0.85
 
 
-class Program(Protocol):
-    """A program that was traced."""
-
-    def estimate_bytes(self) -> int:
-        """Returns about what it holds on each device besides its operands, without compiling it."""
-        ...
-
-    def operations(self) -> int:
-        """Returns how many numbers it multiplies."""
-        ...
-
-    def compile(self) -> _jax.ProgramMemory:
-        """Returns its memory on each device, by the compiler's own analysis."""
-        ...
-
-
 class Way(NamedTuple):
     """A way to compute a step."""
 
@@ -54,7 +38,7 @@ class Way(NamedTuple):
     floor: int
     grads: int  # Bytes of the gradients on each device, which several passes add up.
     # From the most rows of a pass, or None for all, to the program.
-    program: Callable[[int | None], Program]
+    program: Callable[[int | None], _jax.TracedProgram]
     beside: int = 0  # Bytes of `floor` that are no operands of the program.
     num_rows: int | None = None  # Rows of a rank, if several passes are asked for; else None.
     # Returns why all rows must be computed at once; None if they need not.
