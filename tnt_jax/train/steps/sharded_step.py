@@ -60,51 +60,6 @@ def shardings(tree: Any, mesh: Mesh, *, before: int = 0) -> Any:
     return jax.tree.map(sharding, tree)
 
 
-def scatter(grads: Any, reduction: Reduction, *, order: Sequence[int]) -> Any:
-    """Returns this rank's shard of the sums of gradients over the ranks, inside `shard_map`.
-
-    Arrays that cannot be sharded are summed whole. `order` is as in `sum_over_ranks`.
-    """
-    num_ranks = jax.lax.axis_size(_jax.DATA_AXIS)
-
-    def parts_of_bucket(arrays: list[jax.Array]) -> list[jax.Array]:
-        dims = [shard_dim(x.shape, num_ranks) for x in arrays]
-        results: dict[int, jax.Array] = {}
-        whole = [index for index, dim in enumerate(dims) if dim is None]
-        results.update(zip(whole, psum([arrays[index] for index in whole]), strict=True))
-        sharded = [(index, dim) for index, dim in enumerate(dims) if dim is not None]
-        if sharded:
-            moved = [jnp.moveaxis(arrays[index], dim, 0) for index, dim in sharded]
-            rows = jnp.concatenate([x.reshape(num_ranks, -1) for x in moved], axis=1)
-            own = jax.lax.psum_scatter(rows, _jax.DATA_AXIS, scatter_dimension=0)
-            shapes = [
-                jax.ShapeDtypeStruct((len(x) // num_ranks, *x.shape[1:]), x.dtype) for x in moved
-            ]
-            for (index, dim), part in zip(sharded, split_like(own, shapes), strict=True):
-                results[index] = jnp.moveaxis(part, 0, dim)
-        return [results[index] for index in range(len(arrays))]
-
-    return in_buckets(parts_of_bucket, grads, reduction, order=order)
-
-
-def update_shards(
-    optimizer: optax.GradientTransformation, grads: Any, params: Any, opt_state: Any, mesh: Mesh
-) -> tuple[Any, Any]:
-    """Returns whole parameters and sharded optimizer state after an update, outside `shard_map`.
-
-    Gradients and optimizer state are one shard per rank, parameters whole.
-    """
-
-    def sharded(tree: Any) -> Any:
-        return jax.lax.with_sharding_constraint(tree, shardings(tree, mesh))
-
-    shards = sharded(params)
-    updates, opt_state = optimizer.update(grads, opt_state, shards)
-    whole = NamedSharding(mesh, PartitionSpec())
-    new = sharded(optax.apply_updates(shards, updates))
-    return jax.lax.with_sharding_constraint(new, whole), sharded(opt_state)
-
-
 _REPLICATED: Any = PartitionSpec()
 
 
@@ -158,14 +113,42 @@ class ShardedOptimizer(Placement):
         return jax.tree.map(lambda x: shard_spec(x.shape, self.mesh.size), params)
 
     def sum(self, grads: Any, params: Any, *, order: Sequence[int]) -> Any:
-        """Returns this rank's parts of the sums of gradients; see `scatter`."""
-        return scatter(grads, self._reduction, order=order)
+        """Returns this rank's parts of the sums of gradients; what cannot be sharded is whole."""
+        num_ranks = jax.lax.axis_size(_jax.DATA_AXIS)
+
+        def parts_of_bucket(arrays: list[jax.Array]) -> list[jax.Array]:
+            dims = [shard_dim(x.shape, num_ranks) for x in arrays]
+            results: dict[int, jax.Array] = {}
+            whole = [index for index, dim in enumerate(dims) if dim is None]
+            results.update(zip(whole, psum([arrays[index] for index in whole]), strict=True))
+            sharded = [(index, dim) for index, dim in enumerate(dims) if dim is not None]
+            if sharded:
+                moved = [jnp.moveaxis(arrays[index], dim, 0) for index, dim in sharded]
+                rows = jnp.concatenate([x.reshape(num_ranks, -1) for x in moved], axis=1)
+                own = jax.lax.psum_scatter(rows, _jax.DATA_AXIS, scatter_dimension=0)
+                like = [
+                    jax.ShapeDtypeStruct((len(x) // num_ranks, *x.shape[1:]), x.dtype)
+                    for x in moved
+                ]
+                for (index, dim), part in zip(sharded, split_like(own, like), strict=True):
+                    results[index] = jnp.moveaxis(part, 0, dim)
+            return [results[index] for index in range(len(arrays))]
+
+        return in_buckets(parts_of_bucket, grads, self._reduction, order=order)
 
     def update(
         self, optimizer: optax.GradientTransformation, grads: Any, params: Any, opt_state: Any
     ) -> tuple[Any, Any]:
-        """Returns whole parameters and sharded optimizer state; see `update_shards`."""
-        return update_shards(optimizer, grads, params, opt_state, self.mesh)
+        """Returns whole parameters and sharded optimizer state; gradients are sharded alike."""
+
+        def sharded(tree: Any) -> Any:
+            return jax.lax.with_sharding_constraint(tree, shardings(tree, self.mesh))
+
+        shards = sharded(params)
+        updates, opt_state = optimizer.update(grads, opt_state, shards)
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        new = sharded(optax.apply_updates(shards, updates))
+        return jax.lax.with_sharding_constraint(new, whole), sharded(opt_state)
 
     def placed(self, state: TrainState) -> TrainState:
         """Returns a state whose optimizer state and accumulated gradients are sharded."""
