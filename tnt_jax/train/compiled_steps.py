@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -109,15 +108,13 @@ class CompiledSteps:
         self.parts = parts
         self.watch = NumberWatch(on_nan, parts, steps.mesh) if on_nan else None
         self._platform, self._mesh = runtime.platform, steps.mesh
-        options: Any = {"accumulation_steps": accumulation_steps, "on_nan": on_nan}
         self._kept = kept
-        self._train_step = self._lasting(steps.train(parts, optimizer, **options))
+        self._arguments: Any = (parts, optimizer)
+        self._options: Any = {"accumulation_steps": accumulation_steps, "on_nan": on_nan}
+        self._train_step = self._lasting(steps.train(*self._arguments, **self._options))
         self._steps = steps
         # Several steps as one program, made when the first such batch comes.
-        self._make_train_steps: Callable[[], Callable] | None = None
         self._train_steps: Callable | None = None
-        if (fused := steps.fused) is not None:
-            self._make_train_steps = partial(fused.train, parts, optimizer, **options)
         self.renew_evaluation()
         self._zeros: dict[Any, Any] = {}
 
@@ -132,9 +129,10 @@ class CompiledSteps:
         if group.num_steps == 1:
             return self._train_step
         if self._train_steps is None:
-            assert self._make_train_steps is not None
+            fused = self._steps.fused
+            assert fused is not None
             steps = execution.fused_unless_slow(
-                self._make_train_steps(),
+                fused.train(*self._arguments, **self._options),
                 self._train_step,
                 state,
                 sums,
