@@ -36,14 +36,11 @@ class Variables(NamedTuple):
 
 
 class FreshVariables(NamedTuple):
-    """A traced program that makes the variables of a model, what it is called with, and the rest.
-
-    `finish` maps its results, or descriptions of them, to the variables.
-    """
+    """A traced program that makes the variables of a model, and what it is called with."""
 
     traced: Any
     arguments: Callable[[], tuple[Any, ...]]
-    finish: Callable[[Any], Variables]
+    finish: Callable[[Any], Variables]  # From its results, or descriptions of them.
 
 
 class Applied(NamedTuple):
@@ -158,15 +155,11 @@ def check_trains_the_same(adapter: Adapter) -> None:
 
 @dataclass(frozen=True)
 class CallStyle:
-    """How a module must be called, according to the signature of its call method.
+    """How a module must be called, according to the signature of its call method."""
 
-    `flags` tell training from inference. A dict of inputs is passed by `names`, of which some are
-    `required`; a tuple of inputs by position if there are several, or any number (`is_variadic`).
-    """
-
-    flags: tuple[str, ...]
-    unpack: bool
-    names: tuple[str, ...]
+    flags: tuple[str, ...]  # They tell training from inference.
+    unpack: bool  # Whether a tuple of inputs is passed by position.
+    names: tuple[str, ...]  # By which a dict of inputs is passed.
     required: frozenset[str]
     positional: tuple[str, ...]
     is_variadic: bool

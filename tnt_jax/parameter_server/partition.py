@@ -39,16 +39,12 @@ _SHAPES = -1
 
 @dataclass(frozen=True)
 class Kind:
-    """Dependence of a value of the program on rows and variables: `"same"`, `"rows"` or `"whole"`.
+    """Dependence of a value of the program on rows and variables."""
 
-    All elements of an array that is the same are equal. It needs `depth` rounds of exchange;
-    `because` names the operation that made it a whole.
-    """
-
-    name: str
+    name: str  # "same", and then all elements are equal, "rows" or "whole".
     variables: frozenset[int] = frozenset()
-    depth: int = 0
-    because: str = ""
+    depth: int = 0  # Rounds of exchange that it needs.
+    because: str = ""  # The operation that made it a whole.
 
 
 SAME = Kind("same")

@@ -36,19 +36,15 @@ _MARK = 1 << 40
 
 @dataclass(frozen=True, eq=False)
 class ServedOptimizer:
-    """An Optax transformation, and how its state is divided over the servers of a plan.
-
-    `followed` has for each array of the state the number of the parameter whose rows it follows, or
-    None; `state_shapes` are those for whole variables, and `points` what the servers exchange in an
-    update, for most transformations nothing.
-    """
+    """An Optax transformation, and how its state is divided over the servers of a plan."""
 
     transformation: optax.GradientTransformation
     plan: ShardPlan
     params: Any
+    # For each array of the state the number of the parameter whose rows it follows, or None.
     followed: tuple[int | None, ...]
-    state_shapes: tuple[tuple[int, ...], ...]
-    points: tuple[Point, ...] = ()
+    state_shapes: tuple[tuple[int, ...], ...]  # For whole variables.
+    points: tuple[Point, ...] = ()  # What the servers exchange in an update, mostly nothing.
 
     @property
     def num_rounds(self) -> int:

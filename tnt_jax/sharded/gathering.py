@@ -43,14 +43,11 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class Cut:
-    """How an array is cut over the axis `fsdp`: its dimension, and the whole's dtype, if another.
-
-    `others` are other mesh axes that cut the array, by dimension; None if there are none.
-    """
+    """How an array is cut over the axis `fsdp`."""
 
     dim: int
-    dtype: Any = None
-    others: tuple[str | None, ...] | None = None
+    dtype: Any = None  # That of the whole array, if another.
+    others: tuple[str | None, ...] | None = None  # Other mesh axes that cut it, by dimension.
 
     def gather(self, part: jax.Array) -> jax.Array:
         """Returns the whole array, inside `shard_map`."""

@@ -34,16 +34,12 @@ class PlannedArray(NamedTuple):
 
 
 class StepMemory(NamedTuple):
-    """Bytes of a step on each device, by the compiler's own analysis, and the largest arrays.
-
-    Activations are all that is computed in between, gradients too; others are the batch, the model
-    state and the sums for the logs.
-    """
+    """Bytes of a step on each device, by the compiler's own analysis, and the largest arrays."""
 
     params: int
     opt_state: int
-    others: int
-    activations: int
+    others: int  # The batch, the model state and the sums for the logs.
+    activations: int  # All that is computed in between, gradients too.
     largest: Sequence[str]
 
     @classmethod

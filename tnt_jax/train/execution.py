@@ -90,10 +90,7 @@ class InFlight:
 
 
 def in_groups(items: Iterator[HostBatch], size: int) -> Iterator[list[HostBatch]]:
-    """Yields batches in order, in groups of `size` with equal shapes.
-
-    Batches that do not fill a group come one by one.
-    """
+    """Yields batches in order, in groups of `size` with equal shapes, the others one by one."""
     group: list[HostBatch] = []
     for item in items:
         if group and signature(item) != signature(group[0]):
@@ -136,10 +133,7 @@ def one_by_one(step: Callable) -> Callable:
 
 
 def scanned(step: Callable, sharding: NamedSharding | None) -> Callable:
-    """Returns the jitted function `(params, model_state, sums, batches) -> sums`.
-
-    It runs a jitted evaluation step for each stacked batch `[steps, rows, ...]`, sharded like that.
-    """
+    """Returns the jitted `(params, model_state, sums, batches) -> sums` of an evaluation step."""
     plain_step = _jax.unjitted(step)
 
     def steps(params: Any, model_state: Any, sums: Any, batches: Any) -> Any:
@@ -151,11 +145,7 @@ def scanned(step: Callable, sharding: NamedSharding | None) -> Callable:
 
 
 def mapped(step: Callable, sharding: NamedSharding | None) -> Callable:
-    """Returns the jitted function `(params, model_state, inputs, first_rows) -> outputs`.
-
-    It runs a jitted prediction step for each of the stacked inputs `[steps, rows, ...]`, sharded
-    like the outputs, and its first row.
-    """
+    """Returns the jitted `(params, model_state, inputs, first_rows) -> outputs` of a prediction."""
     plain_step = _jax.unjitted(step)
 
     def steps(params: Any, model_state: Any, inputs: Any, first_rows: Any) -> Any:

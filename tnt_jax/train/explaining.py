@@ -127,10 +127,7 @@ class Timed(NamedTuple):
         return np.nanmax(self.seconds[kind], axis=1)
 
     def share(self, kind: str, without: str, *, of: str) -> float:
-        """Returns which share of a program one kind takes longer than another, at the median.
-
-        It is that of process 0, on all of them.
-        """
+        """Returns by which share one kind takes longer than another, at process 0's median."""
         longer = np.median(self.slowest(kind) - self.slowest(without))
         return float(collectives.broadcast(longer / np.median(self.slowest(of))))
 

@@ -25,14 +25,10 @@ from tnt_jax.train.state import TrainState
 
 
 class LossScaleState(NamedTuple):
-    """State of a gradient transformation with loss scaling, around that of another one.
+    """State of a gradient transformation with loss scaling, around that of another one."""
 
-    The scale, float32, is that of the next step; `finite_steps`, int32, are updates since it
-    changed.
-    """
-
-    scale: jax.Array
-    finite_steps: jax.Array
+    scale: jax.Array  # That of the next step, float32.
+    finite_steps: jax.Array  # Updates since the scale changed, int32.
     inner: Any
 
 

@@ -214,10 +214,7 @@ class Trainer:
             self._coming, self._builds_meanwhile = None, False
 
     def require_state(self) -> TrainState:
-        """Returns the state, of a model that was built or can build itself.
-
-        A RuntimeError says that the model has no variables yet.
-        """
+        """Returns the state of a model that is built or builds itself; else a RuntimeError."""
         if self.state is None and (inputs := self.adapter.sample_inputs()) is not None:
             self.build(inputs)
         if self.state is None:

@@ -78,16 +78,12 @@ class Ends(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """State of a stage between slots: what its neighbours sent, and sums so far.
-
-    `kept` are inputs of the micro-batches whose backward pass is still to come, `[stages, ...]`;
-    loss and numbers are on the last stage alone.
-    """
+    """State of a stage between slots: what its neighbours sent, and sums so far."""
 
     x: Any
     grad_x: Any
-    kept: Any
-    loss: jax.Array
+    kept: Any  # Inputs of micro-batches whose backward pass is still to come, `[stages, ...]`.
+    loss: jax.Array  # On the last stage alone, as the numbers.
     numbers: Any
     grads: tuple[Any, Any]
 

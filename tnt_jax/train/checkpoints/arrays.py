@@ -44,10 +44,7 @@ class HostArray:
 
     @classmethod
     def of(cls, leaf: Any, *, has_whole: bool) -> HostArray:
-        """Returns copies of what this process saves of an array.
-
-        `has_whole` says whether it saves the arrays that are not spread over processes.
-        """
+        """Returns copies of what this process saves; of whole arrays nothing unless `has_whole`."""
         if is_spread(leaf):
             shards = [
                 (_starts(shard.index), np.array(shard.data))

@@ -171,15 +171,12 @@ class DamagedCheckpointError(OSError):
 
 @dataclass(frozen=True)
 class Content:
-    """Content of a checkpoint on the host: arrays by tree and path, and a text about them.
-
-    `is_best` says whether it is the best so far, `is_spread` whether each process writes a part.
-    """
+    """Content of a checkpoint on the host: arrays by tree and path, and a text about them."""
 
     items: dict[str, dict[str, HostArray]]
     about: str
-    is_best: bool
-    is_spread: bool
+    is_best: bool  # Whether it is the best so far.
+    is_spread: bool  # Whether each process writes a part.
 
     @classmethod
     def of(

@@ -48,15 +48,12 @@ class Outcome:
 
 
 class Writer:
-    """Writes the checkpoints of one directory; `alone` without the other processes.
-
-    `damaged` has the numbers of checkpoints that could not be read.
-    """
+    """Writes the checkpoints of one directory; `alone` without the other processes."""
 
     def __init__(self, directory: Path, folders: OwnFolders, *, alone: bool) -> None:
         init()
         self.directory = directory
-        self.damaged: set[int] = set()
+        self.damaged: set[int] = set()  # Numbers of checkpoints that could not be read.
         self._folders = folders
         self._alone = alone
         self._process = jax.process_index()
@@ -75,18 +72,11 @@ class Writer:
         return self._alone or self._process == 0
 
     def lock(self) -> None:
-        """Refuses other jobs the directory, which is created if it is missing.
-
-        If another job writes to it, all processes raise a LockedError; if nothing can be written,
-        an OSError.
-        """
+        """Refuses other jobs the directory; raises a LockedError or an OSError on all processes."""
         self._agree("Checkpoints.lock", self._hold_lock)
 
     def begin(self, wanted: int) -> int:
-        """Returns the number of a new checkpoint, whose folder has been created.
-
-        It is the wanted one, unless there are higher ones already. It raises as `lock`.
-        """
+        """Creates the folder of a checkpoint; returns its number, the wanted or a higher one."""
         return self._agree("Checkpoints.save", lambda: self._prepare(wanted))
 
     def start(

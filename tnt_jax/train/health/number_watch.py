@@ -73,10 +73,7 @@ class Diagnosis(NamedTuple):
 def diagnose(
     parts: Parts, state: TrainState, batch: Batch, mesh: Mesh, *, real_rows: Sequence[slice]
 ) -> Diagnosis:
-    """Returns what is not finite in the step that follows a state; all processes must call it.
-
-    It runs once, when training is about to end: the step is computed again.
-    """
+    """Returns what is not finite in the step that follows a state; all processes must call it."""
 
     def work(state: TrainState, batch: Batch) -> Any:
         local = differentiate(parts, state, batch, mesh)

@@ -109,20 +109,14 @@ class OuterUpdates:
         return sum(self._message_bytes(fragment) for fragment in range(self._sync.fragments))
 
     def has_turn(self, step: int, rows: int) -> bool:
-        """Counts the step of the group with number `step`, on so many rows.
-
-        Returns whether `exchange` must follow.
-        """
+        """Counts a step of the group on so many rows; returns whether `exchange` must follow."""
         self._rows = [before + rows for before in self._rows]
         self._steps = [steps + 1 for steps in self._steps]
         is_due = bool(self._under_way) and self._under_way[0].due <= step
         return is_due or bool(self._sent_after(step))
 
     def exchange(self, step: int, params: Arrays, averages: Arrays) -> tuple[Arrays, Arrays]:
-        """Returns the group's parameters and averages to go on with after `step` steps.
-
-        Sends fragments whose turn it is, and takes those that are due.
-        """
+        """Sends and takes the fragments whose turn it is; returns what the group goes on with."""
         for fragment in self._sent_after(step):
             self._start(fragment, step, params, averages)
         while self._under_way and self._under_way[0].due <= step:

@@ -310,10 +310,7 @@ def evaluation(parts: Parts, mesh: Mesh) -> Callable:
 
 
 def make_predict_step(apply: Apply, mesh: Mesh) -> Callable:
-    """Returns the jitted function `(params, model_state, inputs, first_row) -> outputs`.
-
-    `first_row` counts the rows of the data before; the outputs `[rows, ...]` are sharded by row.
-    """
+    """Returns the jitted function that `Steps.predict` describes."""
     specs = (_REPLICATED, _REPLICATED, _BY_ROW, _REPLICATED)
     step = prediction(apply)
     return compiled(_jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=_BY_ROW), mesh)
@@ -352,8 +349,5 @@ def _warn_of_statistics(model_state: Any, num_rows: int) -> None:
 
 
 def share_of_rows(batch: Batch, rows: jax.Array | float) -> jax.Array | None:
-    """Returns this rank's share of the `rows` real rows of the global batch.
-
-    The result is None if all ranks have equally many.
-    """
+    """Returns this rank's share of the real rows of a global batch; None if all have as many."""
     return None if batch.mask is None else jnp.sum(batch.mask) / rows

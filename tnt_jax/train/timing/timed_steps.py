@@ -42,15 +42,12 @@ _CONTAINERS = re.compile(r"(while|call|conditional)(\.\d+)?$")
 
 
 class Times(NamedTuple):
-    """Steps that were timed, their real rows, and the seconds of the slowest process.
-
-    The shares are those of `shares_of` for further steps, mean over the processes.
-    """
+    """Steps that were timed, their real rows, and the seconds of the slowest process."""
 
     steps: int
     rows: int
     seconds: float
-    shares: tuple[float, ...]
+    shares: tuple[float, ...]  # Of `shares_of` for further steps, mean over the processes.
 
 
 def time_steps(
