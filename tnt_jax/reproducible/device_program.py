@@ -53,8 +53,7 @@ def device_program(
 
 def split(tree: Any, mesh: Mesh) -> list[Any]:
     """Returns, for each device of this process by rank, its part of global arrays, or a number."""
-    here = jax.process_index()
-    number = sum(device.process_index == here for device in mesh.devices.flat)
+    number = len(_jax.local_ranks(mesh))
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
         return [tree] * number

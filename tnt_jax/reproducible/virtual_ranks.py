@@ -35,10 +35,7 @@ class VirtualRanks:
         self.count = count
         self.mesh = mesh
         self.per_rank = count // mesh.size
-        here = jax.process_index()
-        self._local_ranks = [
-            rank for rank, device in enumerate(mesh.devices.flat) if device.process_index == here
-        ]
+        self._local_ranks = _jax.local_ranks(mesh)
         # Only slices, additions and copies: they round alike however they are compiled.
         self._cut = (
             jax.jit(self._chunk, static_argnums=1)

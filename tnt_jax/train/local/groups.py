@@ -10,9 +10,8 @@ from itertools import groupby
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
-import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from tnt_jax import _jax
 from tnt_jax.cluster.devices import machine_id
@@ -148,8 +147,7 @@ def join_group(groups: Any, mesh: Mesh) -> Group:
     own = jax.process_index()
     index = next(number for number, members in enumerate(processes) if own in members)
     devices = [device for device in mesh.devices.flat if device.process_index in processes[index]]
-    own_mesh = Mesh(np.asarray(devices), (_jax.DATA_AXIS,), axis_types=(AxisType.Auto,))
-    return Group(index, processes, own_mesh)
+    return Group(index, processes, _jax.make_data_mesh(devices))
 
 
 def _processes(groups: Any, hosts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
