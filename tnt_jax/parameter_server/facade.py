@@ -24,7 +24,8 @@ from tnt_jax.parameter_server.coordinator import Coordinator, SidecarEvaluation
 from tnt_jax.parameter_server.partition import Partitioner, check_at_least
 from tnt_jax.parameter_server.server_group import Actors, ServerGroup, StalenessBound, Statistics
 from tnt_jax.parameter_server.synchronous import Synchronous
-from tnt_jax.parameter_server.trainer import ServedSteps, ServedTrainer
+from tnt_jax.parameter_server.trainer import ServedTrainer
+from tnt_jax.train.steps.data_parallel import StepsOfSlice
 
 
 def check_workers(num_workers: int, max_staleness: int | None, backup_workers: int) -> None:
@@ -327,10 +328,12 @@ class ParameterServer:
         alone = replace(job, mesh=_jax.make_data_mesh(list(job.mesh.devices.flat[:1])))
         num_ranks = self._num_shares * self._actors.devices_per_worker
         reduction = choose_reduction(alone.platform, 1, settings=job.settings)
+        # Workers get the batches of all ranks one by one.
+        steps = StepsOfSlice(alone, reduction, RankSlice(num_ranks, 0, num_ranks))
         return ServedTrainer(
             self._core,
             alone,
-            ServedSteps(alone, reduction, RankSlice(num_ranks, 0, num_ranks)),
+            steps,
             coordinator=self._coordinator,
             partitioner=partitioner,
             compresses=compresses,

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import optax
 
-from tnt_jax.data.layout import RankSlice
 from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.log import logger
@@ -28,10 +27,9 @@ from tnt_jax.parameter_server.worker import (
     exchanges_rows,
     make_counts,
 )
-from tnt_jax.train.contracts import Batch, Hooks, Parts, StepParts
+from tnt_jax.train.contracts import Batch, Hooks, Parts, StepParts, Steps
 from tnt_jax.train.execution import DeviceBatches, RowsInOrder
 from tnt_jax.train.state import TrainState
-from tnt_jax.train.steps.data_parallel import DataParallelSteps
 from tnt_jax.train.trainer import Trainer
 
 
@@ -70,16 +68,6 @@ class EpochSums:
         return None if self.sums is None else jax.device_put(self.sums)
 
 
-class ServedSteps(DataParallelSteps):
-    """Programs of the coordinator's device, for batches of the ranks of all workers."""
-
-    def __init__(self, runtime: Runtime, reduction: Any, rank_slice: RankSlice) -> None:
-        super().__init__(runtime, reduction)
-        self.rank_slice = rank_slice
-        # Workers get their batches one by one.
-        self.fused = None
-
-
 class ServedTrainer(Trainer):
     """Trains, evaluates and predicts on the workers of a parameter server.
 
@@ -93,7 +81,7 @@ class ServedTrainer(Trainer):
         self,
         core: Core,
         runtime: Runtime,
-        steps: ServedSteps,
+        steps: Steps,
         *,
         coordinator: Coordinator,
         partitioner: Partitioner | None,

@@ -16,12 +16,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tnt_jax import _jax
 from tnt_jax.adapters.base import Adapter, Variables
 from tnt_jax.data.feed import rank_slice_of
-from tnt_jax.data.layout import RankSlice
 from tnt_jax.distributed.elastic import link
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.liveness.rendezvous import check_not_alone
-from tnt_jax.distributed.sums.reduction import Reduction, choose_reduction
+from tnt_jax.distributed.sums.reduction import choose_reduction
 from tnt_jax.log import logger
 from tnt_jax.train.compiled_steps import CompiledSteps
 from tnt_jax.train.contracts import Steps
@@ -30,7 +29,7 @@ from tnt_jax.train.local.groups import Group, LocalSteps, join_group
 from tnt_jax.train.local.outer import OuterUpdates
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.state_arrays import state_arrays, with_arrays
-from tnt_jax.train.steps.data_parallel import DataParallelSteps
+from tnt_jax.train.steps.data_parallel import StepsOfSlice
 from tnt_jax.train.trainer import OF_GROUPS, Trainer
 
 _OWN, _SHARED = f"{OF_GROUPS}own/", f"{OF_GROUPS}all/"
@@ -44,16 +43,6 @@ class _Kept(NamedTuple):
     own: dict[str, Any]
     shared: dict[str, Any]  # Arrays that all groups had alike.
     updates: list[int]  # Updates of each fragment.
-
-
-class GroupSteps(DataParallelSteps):
-    """Steps on the ranks of one group, one by one, for batches that all groups share."""
-
-    def __init__(self, runtime: Runtime, reduction: Reduction, rank_slice: RankSlice) -> None:
-        super().__init__(runtime, reduction)
-        self.rank_slice = rank_slice
-        # An outer update may follow any step.
-        self.fused = None
 
 
 class LocalTrainer(Trainer):
@@ -181,9 +170,9 @@ class GroupTrainer(Trainer):
             job.platform, job.num_ranks, settings=job.settings, threshold_kb=threshold_kb
         )
         rank_slice = replace(rank_slice_of(whole.runtime), num_groups=group.num_groups)
-        super().__init__(
-            whole.adapter, job, GroupSteps(job, reduction, rank_slice), seed=whole._seed
-        )
+        # One by one: an outer update may follow any step.
+        steps = StepsOfSlice(job, reduction, rank_slice)
+        super().__init__(whole.adapter, job, steps, seed=whole._seed)
         self._whole, self.group = whole, group
         self._outer: OuterUpdates | None = None
         self._num_steps = 0

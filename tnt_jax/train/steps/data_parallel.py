@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tnt_jax import _jax
 from tnt_jax.adapters.base import Variables
 from tnt_jax.data.feed import rank_slice_of
+from tnt_jax.data.layout import RankSlice
 from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.sums.reduction import Reduction
 from tnt_jax.train.contracts import Apply, FusedSteps, Parts, Steps
@@ -121,6 +122,14 @@ class DataParallelSteps(Steps):
             replace(state, opt_state=None, accumulated=None, residual=None), self.mesh
         )
         return replace(shared, opt_state=opt_state, accumulated=accumulated, residual=residual)
+
+
+class StepsOfSlice(DataParallelSteps):
+    """Steps that run one by one, on batches of which these ranks take a slice of their own."""
+
+    def __init__(self, runtime: Runtime, reduction: Reduction, rank_slice: RankSlice) -> None:
+        super().__init__(runtime, reduction)
+        self.rank_slice, self.fused = rank_slice, None
 
 
 def _make_train_step(
