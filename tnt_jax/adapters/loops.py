@@ -45,12 +45,8 @@ def _in_thread(thread: int, function: Callable, original: Callable) -> Callable:
     return call
 
 
-_scan, _while_loop, _fori_loop, _cond = (
-    jax.lax.scan,
-    jax.lax.while_loop,
-    jax.lax.fori_loop,
-    jax.lax.cond,
-)
+_scan, _while_loop = jax.lax.scan, jax.lax.while_loop
+_fori_loop, _cond = jax.lax.fori_loop, jax.lax.cond
 
 
 def with_varying_loops(apply: Callable) -> Callable:
@@ -127,9 +123,8 @@ def _varying_cond(
 ) -> Any:
     results = [jax.eval_shape(branch, *operands) for branch in (true_fun, false_fun)]
     if jax.tree.structure(results[0]) != jax.tree.structure(results[1]):
-        return _cond(
-            pred, true_fun, false_fun, *operands, **kwargs
-        )  # It raises the error that explains the problem.
+        # It raises the error that explains the problem.
+        return _cond(pred, true_fun, false_fun, *operands, **kwargs)
     varies = jax.tree.map(lambda a, b: _jax.is_varying(a) or _jax.is_varying(b), *results)
 
     def alike(branch: Callable) -> Callable:
