@@ -60,14 +60,11 @@ def paths_of(
 ) -> "OrderedDict[VariablePath, keras.Variable]":
     """Returns the variables of a model by path, in their order; equal paths are numbered."""
     names = _names(model)
-    seen: Counter[str] = Counter()
-    paths = OrderedDict()
-    for index, variable in enumerate(variables):
-        number = seen[variable.path]
-        path = f"{variable.path}#{number}" if number else variable.path
-        paths[VariablePath(path, names.get(id(variable), f"variables/{index}"))] = variable
-        seen[variable.path] += 1
-    return paths
+    numbered = _numbered(((v.path, v) for v in variables), separator="#")
+    return OrderedDict(
+        (VariablePath(path, names.get(id(variable), f"variables/{index}")), variable)
+        for index, (path, variable) in enumerate(numbered)
+    )
 
 
 def _names(model: keras.Model) -> dict[int, str]:
@@ -134,11 +131,11 @@ def _by_class(layers: Sequence[keras.Layer]) -> Iterator[tuple[str, keras.Layer]
     return _numbered((type(layer).__name__, layer) for layer in layers)
 
 
-def _numbered(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+def _numbered(named: Iterable[tuple[str, Any]], separator: str = "_") -> Iterator[tuple[str, Any]]:
     """Yields names and values; repeated names are numbered."""
     seen: Counter[str] = Counter()
     for name, value in named:
-        yield f"{name}_{seen[name]}" if seen[name] else name, value
+        yield f"{name}{separator}{seen[name]}" if seen[name] else name, value
         seen[name] += 1
 
 
