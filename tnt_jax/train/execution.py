@@ -4,7 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, groupby, islice
 from typing import Any, NamedTuple
 
 import jax
@@ -91,16 +91,12 @@ class InFlight:
 
 def in_groups(items: Iterator[HostBatch], size: int) -> Iterator[list[HostBatch]]:
     """Yields batches in order, in groups of `size` with equal shapes, the others one by one."""
-    group: list[HostBatch] = []
-    for item in items:
-        if group and signature(item) != signature(group[0]):
-            yield from ([one] for one in group)
-            group = []
-        group.append(item)
-        if len(group) == size:
-            yield group
-            group = []
-    yield from ([one] for one in group)
+    if size == 1:
+        yield from ([item] for item in items)
+        return
+    for _, alike in groupby(items, key=signature):
+        while group := list(islice(alike, size)):
+            yield from [group] if len(group) == size else ([item] for item in group)
 
 
 def stack(batches: list[Any]) -> Any:
