@@ -126,20 +126,15 @@ def _rows(rows: list[int]) -> str:
     return f"row {rows[0]}" if len(rows) == 1 else f"rows {listed(rows)}"
 
 
-# Losses that are compared, and how many spreads above their median is far. Losses of batches spread
-# about as normal numbers do, whose median absolute deviation is 0.67 standard deviations.
+# Losses that are compared, and how many spreads (median absolute deviations) above their median is
+# far. Those of batches spread about as normal numbers do: it is 0.67 standard deviations then.
 _WINDOW, _FACTOR = 64, 20.0
 # Least spread, as a part of the median: a loss that hardly changes has none.
 _LEAST_SPREAD = 0.01
 
 
 class LossSpikes:
-    """Compares each loss that was read with those before it.
-
-    A loss is far if it exceeds the median of the last 64 by 20 times their median absolute
-    deviation, or by a fifth of the median if that is more. One warning is given until a loss is
-    below that bound again.
-    """
+    """Warns of a loss that is far above those before it, once until one is not."""
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=_WINDOW)

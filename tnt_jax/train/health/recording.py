@@ -12,6 +12,7 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
@@ -213,8 +214,6 @@ def _plain(leaf: Any) -> Any:
 def _versions() -> dict[str, str]:
     found = {"python": sys.version.split()[0]}
     for name in _LIBRARIES:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
