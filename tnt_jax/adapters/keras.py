@@ -194,12 +194,11 @@ class KerasAdapter(Adapter):
         """Returns variables with the arrays that were assigned to the model's own."""
         assigned = {path: v._value for path, v, array in self._seen if v._value is not array}
         self._seen = self._held_arrays()
-        return Variables(
-            *(
-                type(part)((path, assigned.get(path, array)) for path, array in part.items())
-                for part in variables
-            )
+        parts = (
+            type(part)((path, assigned.get(path, array)) for path, array in part.items())
+            for part in variables
         )
+        return Variables(*parts)
 
     def _trainable_flags(self) -> list[Any]:
         # A frozen layer may have no trained variable, and batch normalisation then uses its moving

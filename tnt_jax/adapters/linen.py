@@ -84,15 +84,11 @@ class LinenAdapter(Adapter):
 
     def init(self, inputs: Any, *, seed: int) -> Variables:
         """Returns the given variables, or those of `module.init` with one row of zeros."""
-        if self._given is not None:
-            return self._separated(self._given)
-        return self._fresh(inputs, seed)
+        return self._fresh(inputs, seed) if self._given is None else self._separated(self._given)
 
     def initializer(self, inputs: Any, *, seed: int) -> Callable[[], Variables] | None:
         """Returns what makes fresh variables; None if variables were given."""
-        if self._given is not None:
-            return None
-        return lambda: self._fresh(inputs, seed)
+        return None if self._given is not None else lambda: self._fresh(inputs, seed)
 
     def fresh_variables(self, inputs: Any, *, seed: int) -> FreshVariables | None:
         """Returns the program that makes fresh variables; None if variables were given."""

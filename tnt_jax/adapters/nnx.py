@@ -117,14 +117,8 @@ class NnxAdapter(Adapter):
         assigned = {path: array for path, array in held.items() if id(array) in news}
         self._seen = self._held_arrays()
         flat = map(traverse_util.flatten_dict, variables)
-        return Variables(
-            *(
-                traverse_util.unflatten_dict(
-                    {path: assigned.get(path, array) for path, array in part.items()}
-                )
-                for part in flat
-            )
-        )
+        parts = ({path: assigned.get(path, array) for path, array in x.items()} for x in flat)
+        return Variables(*map(traverse_util.unflatten_dict, parts))
 
     def write_back(self, variables: Variables) -> None:
         """Stores variables in the user's module, whose random streams do not change."""

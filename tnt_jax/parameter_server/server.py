@@ -55,10 +55,8 @@ class ServedOptimizer:
         """Returns the shapes and dtypes of the parameters on a server."""
         leaves, structure = jax.tree.flatten(self.params)
         return structure.unflatten(
-            [
-                jax.ShapeDtypeStruct(self.plan.shape_on(server, index), leaf.dtype)
-                for index, leaf in enumerate(leaves)
-            ]
+            jax.ShapeDtypeStruct(self.plan.shape_on(server, index), leaf.dtype)
+            for index, leaf in enumerate(leaves)
         )
 
     def state_on(self, server: int, state: Any) -> list[np.ndarray | None]:
@@ -312,10 +310,8 @@ class Server:
         fresh = layout.optimizer.transformation.init(self._params)
         leaves, structure = jax.tree.flatten(fresh)
         self._opt_state = structure.unflatten(
-            [
-                leaf if part is None else jnp.asarray(part)
-                for leaf, part in zip(leaves, snapshot.opt_state, strict=True)
-            ]
+            leaf if part is None else jnp.asarray(part)
+            for leaf, part in zip(leaves, snapshot.opt_state, strict=True)
         )
         self._update = jax.jit(layout.optimizer.update)
         self._exchanging = jax.jit(layout.optimizer.exchanging_update)

@@ -67,10 +67,8 @@ class Layout:
     def manual_specs(self) -> Any:
         """The tree of partitions over `fsdp` and `stage` alone, for `shard_map`."""
         return self.structure.unflatten(
-            [
-                PartitionSpec(*(axis if axis in _MAPPED else None for axis in axes))
-                for axes in self.axes.values()
-            ]
+            PartitionSpec(*(axis if axis in _MAPPED else None for axis in axes))
+            for axes in self.axes.values()
         )
 
     @property
