@@ -28,7 +28,7 @@ from tnt_jax.parameter_server.partition import (
     rows_of,
     whole_of,
 )
-from tnt_jax.train.state import updated
+from tnt_jax.train.state import descriptions, updated
 
 # Longer than any first dimension of a variable: which of them an array of the optimizer follows.
 _MARK = 1 << 40
@@ -128,7 +128,7 @@ def serve_optimizer(
     transformation: optax.GradientTransformation, params: Any, plan: ShardPlan, *, name: str
 ) -> ServedOptimizer:
     """Returns a transformation for the servers of a plan, or a ValueError why it cannot be."""
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    params = descriptions(params)
     state = jax.tree.leaves(jax.eval_shape(transformation.init, params))
     shapes = tuple(leaf.shape for leaf in state)
     followed = _followed(transformation, params)

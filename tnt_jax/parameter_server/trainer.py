@@ -29,7 +29,7 @@ from tnt_jax.parameter_server.worker import (
 )
 from tnt_jax.train.contracts import Batch, Hooks, Parts, StepParts, Steps
 from tnt_jax.train.execution import DeviceBatches, RowsInOrder
-from tnt_jax.train.state import TrainState
+from tnt_jax.train.state import TrainState, descriptions
 from tnt_jax.train.trainer import Trainer
 
 
@@ -126,9 +126,7 @@ class ServedTrainer(Trainer):
     def build(self, inputs: Any) -> None:
         """Creates the variables for inputs like `inputs`, if there are none."""
         super().build(inputs)
-        self._sample = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), jax.numpy.result_type(x)), inputs
-        )
+        self._sample = descriptions(inputs, rows=1)
 
     def compile(
         self, parts: Parts, optimizer: optax.GradientTransformation, **options: Any

@@ -24,7 +24,7 @@ from tnt_jax.distributed.sums.reduction import Reduction, choose_reduction
 from tnt_jax.parameter_server.server import Arrays, Layout, Push, to_wire
 from tnt_jax.settings import read_settings
 from tnt_jax.train.contracts import Apply, Batch, LossTerm, Measured, Parts
-from tnt_jax.train.state import TrainState
+from tnt_jax.train.state import TrainState, descriptions
 from tnt_jax.train.steps.epoch_sums import num_real_rows, quotient, zero_sums
 from tnt_jax.train.steps.step import (
     compiled,
@@ -288,9 +288,7 @@ class Worker:
 
     def _zero_sums(self, params: Any, model_state: Any, batch: Batch) -> Any:
         """Returns the sums of no batch, for batches like `batch`."""
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x)), batch
-        )
+        shapes = descriptions(batch)
         leaves, structure = jax.tree.flatten(shapes)
         kind = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if kind not in self._zeros:

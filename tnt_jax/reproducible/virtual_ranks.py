@@ -22,6 +22,7 @@ from tnt_jax import _jax
 from tnt_jax.data.layout import RankSlice
 from tnt_jax.log import logger
 from tnt_jax.reproducible.device_program import BY_RANK, join, split
+from tnt_jax.train.state import descriptions
 
 
 class VirtualRanks:
@@ -95,12 +96,8 @@ class VirtualRanks:
         programs = {}
         if self.per_rank > 1:
             programs["sum of chunks"] = self._add.lower(shapes, shapes)
-        sums = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                (self.mesh.size, *x.shape[1:]), x.dtype, sharding=NamedSharding(self.mesh, BY_RANK)
-            ),
-            shapes,
-        )
+        by_rank = NamedSharding(self.mesh, BY_RANK)
+        sums = descriptions(shapes, rows=self.mesh.size, sharding=by_rank)
         for power, add in enumerate(self._add_ranks):
             programs[f"sum {power + 1} of ranks"] = lowered = add.lower(sums)
             sums = lowered.out_info
@@ -108,9 +105,7 @@ class VirtualRanks:
 
     def chunk_shapes(self, batch: Any) -> Any:
         """Returns the shapes of a chunk of a global batch."""
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((x.shape[0] // self.count, *x.shape[1:]), x.dtype), batch
-        )
+        return descriptions(batch, rows=jax.tree.leaves(batch)[0].shape[0] // self.count)
 
     def _chunk(self, data: Any, index: int) -> Any:
         return jax.tree.map(lambda x: jnp.split(x, self.per_rank)[index], data)

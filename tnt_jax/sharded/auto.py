@@ -6,7 +6,6 @@ chosen.
 
 from typing import Any, NamedTuple
 
-import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -15,7 +14,7 @@ from tnt_jax.sharded.mesh_axes import MeshAxes
 from tnt_jax.train.contracts import Batch, Parts
 from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.health.number_watch import NumberWatch
-from tnt_jax.train.state import TrainState
+from tnt_jax.train.state import TrainState, descriptions
 from tnt_jax.train.steps.epoch_sums import zero_sums
 
 # The option that asks for a choice of meshes.
@@ -34,9 +33,7 @@ class TrainingStep(NamedTuple):
         """Returns the traced program of a step of `ShardedSteps`, for descriptions or arrays."""
         placed = steps.place(state)
         by_row = NamedSharding(mesh, PartitionSpec(_jax.rank_axes(mesh)))
-        rows = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_row), batch
-        )
+        rows = descriptions(batch, sharding=by_row)
         sums = zero_sums(self.parts, placed, rows, mesh)
         if self.on_nan is not None:
             sums = NumberWatch(self.on_nan, self.parts, mesh).with_counts(sums)

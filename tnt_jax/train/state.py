@@ -87,6 +87,17 @@ def create_state(
     )
 
 
+def descriptions(tree: Any, *, rows: int | None = None, sharding: Any = None) -> Any:
+    """Returns descriptions of arrays on devices; of so many rows, or sharded, if that is given."""
+
+    def describe(x: Any) -> jax.ShapeDtypeStruct:
+        shape = x.shape if rows is None else (rows, *x.shape[1:])
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    return jax.tree.map(describe, tree)
+
+
 def started_at_once(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Returns a transformation whose `init` runs as one program, if JAX can trace it.
 

@@ -31,7 +31,7 @@ from tnt_jax.train.contracts import Batch, Hooks, Parts, Steps
 from tnt_jax.train.execution import DeviceBatches, InFlight, in_groups, stack
 from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.memory_choice import first_run
-from tnt_jax.train.state import TrainState, moved
+from tnt_jax.train.state import TrainState, descriptions, moved
 from tnt_jax.train.state_arrays import state_arrays, with_arrays
 from tnt_jax.train.steps.global_step import row_sharding
 from tnt_jax.train.steps.step import make_predict_step
@@ -521,12 +521,7 @@ class Trainer:
             rows, sharding = num_rows, row_sharding(self.steps.mesh, num_rows)
         elif rows > num_rows:
             batch = batch._replace(mask=np.ones(1, np.float32))
-
-        def describe(x: Any) -> jax.ShapeDtypeStruct:
-            dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-            return jax.ShapeDtypeStruct((rows, *x.shape[1:]), dtype, sharding=sharding)
-
-        return DeviceBatches(jax.tree.map(describe, batch), num_rows)
+        return DeviceBatches(descriptions(batch, rows=rows, sharding=sharding), num_rows)
 
     def memory_of(self, group: DeviceBatches) -> _jax.ProgramMemory:
         """Returns the memory of the step for a group of batches, which may be descriptions."""

@@ -18,7 +18,7 @@ from tnt_jax.distributed.sums.reduction import Reduction
 from tnt_jax.train.contracts import Apply, FusedSteps, Parts, Steps
 from tnt_jax.train.execution import mapped, scanned
 from tnt_jax.train.finite import check_uncompressed
-from tnt_jax.train.state import TrainState, create_state, started_at_once
+from tnt_jax.train.state import TrainState, create_state, descriptions, started_at_once
 from tnt_jax.train.steps.sharded_step import (
     ShardedOptimizer,
     make_sharded_train_step,
@@ -91,9 +91,7 @@ class DataParallelSteps(Steps):
         """Returns descriptions of a state's arrays with their shardings; it has no residual."""
         is_cut = self.reduction.shard_optimizer_state
         rows = 1 if is_cut else self.mesh.size
-        accumulated = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), state.accumulated
-        )
+        accumulated = descriptions(state.accumulated, rows=rows)
         state = replace(state, accumulated=accumulated)
         whole = NamedSharding(self.mesh, PartitionSpec())
         by_row = NamedSharding(self.mesh, PartitionSpec(_jax.rank_axes(self.mesh)))

@@ -13,7 +13,7 @@ from tnt_jax import _jax
 from tnt_jax.adapters.base import Applied
 from tnt_jax.distributed.sums.random_rows import key_of_part, keys_of_parts, row_key, step_key
 from tnt_jax.train.contracts import Apply, Batch, Parts
-from tnt_jax.train.state import TrainState
+from tnt_jax.train.state import TrainState, descriptions
 
 
 @dataclass
@@ -152,14 +152,8 @@ def why_in_one_pass(
 
     one_rank, spec = _jax.one_rank_mesh(mesh.local_devices[0], mesh), PartitionSpec()
     mapped: Any = _jax.shard_map(measure, mesh=one_rank, in_specs=(spec,) * 4, out_specs=spec)
-    variables = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
-        (state.params, state.model_state, state.key),
-    )
-    rows = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), jnp.result_type(x)),
-        batch._replace(mask=None),
-    )
+    variables = descriptions((state.params, state.model_state, state.key))
+    rows = descriptions(batch._replace(mask=None), rows=num_rows)
     traced = jax.jit(mapped).trace(*variables, rows)
     if _jax.communicates(traced):
         return "The model communicates with other ranks, as a synchronized BatchNorm does"
