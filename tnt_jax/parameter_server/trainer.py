@@ -41,18 +41,12 @@ class EpochSums:
 
     def add(self, reports: Sequence[Report]) -> None:
         """Adds the reports of shares of a batch, in order; its rows weigh its loss."""
-        rows = np.float32(sum(report.rows for report in reports))
-        loss, losses, increments = (
-            jax.tree.map(lambda *parts: sum(parts[1:], start=parts[0]), *each)
-            for each in zip(
-                *((report.loss, report.losses, report.increments) for report in reports),
-                strict=True,
-            )
-        )
+        total: Report = jax.tree.map(lambda *parts: sum(parts[1:], start=parts[0]), *reports)
+        rows = np.float32(total.rows)
         added = {
-            "loss": (np.float32(loss) * rows, rows),
-            "losses": [(np.float32(value) * rows, rows) for value in losses],
-            "metrics": increments,
+            "loss": (np.float32(total.loss) * rows, rows),
+            "losses": [(np.float32(value) * rows, rows) for value in total.losses],
+            "metrics": total.increments,
         }
         self.add_sums(added)
 
