@@ -150,7 +150,8 @@ class LayersLoop:
         self._traced = trace(of_leaves, *leaves, *micro_leaves)
         jaxpr = self._traced.program.jaxpr
         self._params, self._micro = jaxpr.invars[:num_params], jaxpr.invars[num_params:]
-        self.result = self._traced.rebuild(jaxpr.outvars)
+        self.rebuild = self._traced.rebuild  # From other arrays to such a result.
+        self.result = self.rebuild(jaxpr.outvars)
         self._split()
 
     def computes(self, tree: Any) -> bool:
@@ -219,10 +220,6 @@ class LayersLoop:
         values = self._values(params, None)
         values.run(_leading_to(variables_in(variables), self._others))
         return values.read(variables)
-
-    def rebuild(self, arrays: Iterable[Any]) -> Any:
-        """Returns the function's result with other arrays."""
-        return self._traced.rebuild(arrays)
 
     def _values(self, params: Sequence[Any] | None, micro: Sequence[Any] | None) -> _jax.Values:
         program = self._traced.program
