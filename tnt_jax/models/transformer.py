@@ -205,16 +205,11 @@ class Transformer(nn.Module):
             self.implementation,
         )
         feed_forward = partial(FeedForward, self.filter_dim, self.relu_dropout, self.dtype)
-        layer = {
-            "norm": norm,
-            "attention": attention,
-            "feed_forward": feed_forward,
-            "dropout": self.dropout,
-        }
+        layer = (norm, attention, feed_forward, self.dropout)
         init = nn.initializers.normal(self.width**-0.5)
         self.embedding = self.param("embedding", init, (self.vocab_size, self.width))
-        self.encoder = [EncoderLayer(**layer) for _ in range(self.num_layers)]
-        self.decoder = [DecoderLayer(**layer) for _ in range(self.num_layers)]
+        self.encoder = [EncoderLayer(*layer) for _ in range(self.num_layers)]
+        self.decoder = [DecoderLayer(*layer) for _ in range(self.num_layers)]
         self.encoder_norm = norm()
         self.decoder_norm = norm()
         self.drop = nn.Dropout(self.dropout)
