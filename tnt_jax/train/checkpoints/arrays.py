@@ -8,8 +8,6 @@ writes alone.
     arrays, problems = read_arrays(folder, kinds)
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +41,7 @@ class HostArray:
     shards: list[tuple[tuple[int, ...], np.ndarray]]  # Where each shard begins, and its values.
 
     @classmethod
-    def of(cls, leaf: Any, *, has_whole: bool) -> HostArray:
+    def of(cls, leaf: Any, *, has_whole: bool) -> "HostArray":
         """Returns copies of what this process saves; of whole arrays nothing unless `has_whole`."""
         if is_spread(leaf):
             shards = [

@@ -18,8 +18,6 @@ one is deleted after that: whenever a process dies, the last complete checkpoint
 number of devices and processes. Whatever else lies in the directory is neither read nor removed.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

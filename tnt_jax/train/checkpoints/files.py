@@ -10,8 +10,6 @@ which file is damaged. They lie in the folder `checksums` of the checkpoint:
 `files.json` has a checksum of its own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import zlib
@@ -186,7 +184,7 @@ class Content:
         *,
         is_best: bool,
         leads: bool,
-    ) -> Content:
+    ) -> "Content":
         """Returns copies of what this process saves; if it `leads`, of what all hold, too."""
         for leaf in (leaf for tree in trees.values() for leaf in tree.values()):
             if isinstance(leaf, jax.Array) and (leads or is_spread(leaf)):

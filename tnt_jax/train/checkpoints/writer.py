@@ -5,8 +5,6 @@ have written, on whether it is complete. What fails on one of them reaches all t
 the job's coordination service, so that none waits for a process that has failed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """Weights of rows: how they align with values of more dimensions, and masks of padded rows."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
