@@ -86,12 +86,12 @@ class Trainer:
         self.most_in_flight: int | None = None
         # Kinds of programs, and rows of their batches, that have found memory.
         self._ran: set[tuple[str, int]] = set()
-        self._is_alone = runtime.mesh.size == 1 and jax.process_count() == 1
 
     def _use(self, runtime: Runtime, steps: Steps) -> None:
         self.runtime, self.steps, self.rank_slice = runtime, steps, steps.rank_slice
         mesh = runtime.mesh
         self.put, self.put_stacked = make_put(mesh), make_put(mesh, stacked=True)
+        self._is_alone = mesh.size == 1 and jax.process_count() == 1
         self._use_prediction()
         self._replicated = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
@@ -128,7 +128,6 @@ class Trainer:
         """Goes on from what `kept` returned, on other devices; `compile` follows."""
         self._use(runtime, steps)
         self._compiled, self._reopens = None, True
-        self._is_alone = runtime.mesh.size == 1 and jax.process_count() == 1
         self.set_state(kept)
 
     def follow(self, kept: Any, source: int) -> None:
@@ -151,7 +150,7 @@ class Trainer:
         """Everything that training changes; None before `build`."""
         if self._coming is not None:
             coming, self._coming = self._coming, None
-            self._create_state(coming.variables())
+            self.build_from(coming.variables())
         return self._state if self.owner is None else self.owner.state
 
     @state.setter
@@ -193,7 +192,7 @@ class Trainer:
                 if variables is None:
                     held = _jax.finished(self.adapter.init(inputs, seed=self._seed))
                     variables = Variables(*collectives.broadcast(tuple(held)))
-                self._create_state(variables)
+                self.build_from(variables)
             elif self._builds_meanwhile or jax.process_count() == 1:
                 self._describe(self._coming)
             else:
@@ -225,8 +224,8 @@ class Trainer:
         return self.state
 
     def build_from(self, variables: Variables) -> None:
-        """Creates the state from host arrays as of `adapter.init`, the same on every process."""
-        self._create_state(variables)
+        """Creates the state from arrays as of `adapter.init`, the same on every process."""
+        self.state = self.steps.create_state(variables, **self._of_state())
 
     def compile(
         self,
@@ -268,7 +267,7 @@ class Trainer:
         elif self.state is not None and self.owner is None:
             is_cut = any(not x.is_fully_replicated for x in jax.tree.leaves(self.state.params))
             held = Variables(self.state.params, self.state.model_state)
-            self._create_state(held if is_cut else self.variables())
+            self.build_from(held if is_cut else self.variables())
 
     def host_sums(self, leaves: Sequence[np.ndarray], batch: Batch) -> Any:
         """Returns sums of an epoch with given host leaves, for host batches like `batch`."""
@@ -573,9 +572,6 @@ class Trainer:
     def _fetch(self, x: jax.Array) -> np.ndarray:
         """Returns a whole array that is sharded by row, on every process."""
         return np.asarray(_jax.finished(x if x.is_fully_addressable else self._replicated(x)))
-
-    def _create_state(self, variables: Variables) -> None:
-        self.state = self.steps.create_state(variables, **self._of_state())
 
     def _describe(self, coming: ComingState) -> None:
         coming.describe(partial(self.steps.describe_state, **self._of_state()))

@@ -152,9 +152,10 @@ class LocalTrainer(Trainer):
         """Returns host arrays that were saved, summed over several groups."""
         return tree if self._saved_groups == 1 else _total(tree)
 
-    def _create_state(self, variables: Variables) -> None:
+    def build_from(self, variables: Variables) -> None:
+        """Creates the state from arrays, with which groups begin."""
         self._leave()
-        super()._create_state(variables)
+        super().build_from(variables)
 
     def _leave(self) -> None:
         if self._group_trainer is not None:
