@@ -182,11 +182,6 @@ class OuterUpdates:
             averages = averages | {p: self._blended(averages[p], x) for p, x in means.items()}
         return own, averages
 
-    def replace(self, path: str, value: jax.Array) -> None:
-        """Replaces an outer parameter, or an average, in all groups alike."""
-        which = self.params if path in self.params else self.averages
-        which[path] = value
-
     def own_arrays(self) -> dict[str, Any]:
         """Returns what each group has for itself, by path: scalars and arrays on its devices."""
         rows = {str(fragment): np.float32(x) for fragment, x in enumerate(self._rows)}

@@ -270,8 +270,9 @@ class GroupTrainer(Trainer):
         leaves = [changed.get(path, x) for path, x in own.items()]
         taken = jax.tree.structure(shown).unflatten(leaves)
         for path, x in _by_path(taken).items():
-            if path in changed and (path in outer.params or path in outer.averages):
-                outer.replace(path, x.copy())
+            for held in (outer.params, outer.averages):
+                if path in changed and path in held:
+                    held[path] = x.copy()
         self.state = replace(taken, first_row=state.first_row)
         self._num_steps = int(np.asarray(taken.step))
         return True
