@@ -1,4 +1,4 @@
-from .asynchronous import RemoteValue as RemoteValue
+from .applying import RemoteValue as RemoteValue
 from .coordinator import SidecarEvaluation as SidecarEvaluation
 from .facade import ParameterServer as ParameterServer
 from .partition import FixedShardsPartitioner as FixedShardsPartitioner

@@ -19,11 +19,10 @@ from tnt_jax.keras_compat.optimizers import LossScaleOptimizer
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.keras_compat.state.options import ModelOptions
 from tnt_jax.log import logger
-from tnt_jax.parameter_server.asynchronous import Asynchronous, RemoteValue, Scheduler
+from tnt_jax.parameter_server.applying import Asynchronous, RemoteValue, Scheduler, Synchronous
 from tnt_jax.parameter_server.coordinator import Coordinator, SidecarEvaluation
 from tnt_jax.parameter_server.partition import Partitioner, check_at_least
 from tnt_jax.parameter_server.server_group import Actors, ServerGroup, StalenessBound, Statistics
-from tnt_jax.parameter_server.synchronous import Synchronous
 from tnt_jax.parameter_server.trainer import ServedTrainer
 from tnt_jax.train.steps.data_parallel import StepsOfSlice
 

@@ -14,12 +14,11 @@ import optax
 from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.log import logger
-from tnt_jax.parameter_server.asynchronous import Asynchronous
+from tnt_jax.parameter_server.applying import Asynchronous, Synchronous
 from tnt_jax.parameter_server.coordinator import Coordinator, GlobalBatch, Work
 from tnt_jax.parameter_server.partition import Partitioner, plan_shards
 from tnt_jax.parameter_server.server import Layout, Snapshot, serve_optimizer, to_wire
 from tnt_jax.parameter_server.server_group import StalenessBound, despite_failures
-from tnt_jax.parameter_server.synchronous import Synchronous
 from tnt_jax.parameter_server.worker import (
     Report,
     WorkerModel,
