@@ -35,7 +35,6 @@ class Work:
     arguments: tuple[Any, ...]
     what: str
     num_rows: int = 0
-    attempts: int = 0
     losses: int = 0
 
 
@@ -130,10 +129,9 @@ class Coordinator:
         self.free = set(workers)
         self._was_applied = {}
 
-    def dispatch(self, work: Work, worker: int) -> Flight:
+    def dispatch(self, work: Work, worker: int) -> None:
         """Gives work to a free worker, with the variables of this version."""
         self.free.remove(worker)
-        work.attempts += 1
         arguments = work.arguments
         if work.method == "compute":
             was_applied = self._was_applied.get(worker, True)
@@ -144,9 +142,7 @@ class Coordinator:
         num_returns = 1 + len(self.actors.servers) if pushes else 1
         refs = method.options(num_returns=num_returns).remote(*arguments, *self.servers.pull())
         refs = refs if pushes else [refs]
-        flight = Flight(work, worker, self.servers.version, refs[0], list(refs[1:]))
-        self.flights.append(flight)
-        return flight
+        self.flights.append(Flight(work, worker, self.servers.version, refs[0], list(refs[1:])))
 
     def wait(self) -> list[tuple[Flight, bool]]:
         """Waits; returns flights that ended, and whether they succeeded; replaces lost workers."""
