@@ -224,11 +224,6 @@ class GroupTrainer(Trainer):
         return self._whole.sync.every + self._whole.sync.delay
 
     @property
-    def sent_bytes(self) -> int:
-        """Bytes that this process has sent to other groups."""
-        return 0 if self._outer is None else self._outer.sent_bytes
-
-    @property
     def round_bytes(self) -> int:
         """Bytes that each group sends to each other one in `every` steps."""
         return self._begun().round_bytes
