@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,15 +95,6 @@ _BY_ROW: Any = PartitionSpec(_jax.DATA_AXIS)
 _STACKED: Any = PartitionSpec(None, _jax.DATA_AXIS)
 
 
-class Prepared(NamedTuple):
-    """Properties of a program that tracing has found."""
-
-    metrics: list[SummedMetric]  # Metrics that it updates, in the order of their first updates.
-    sums: list[Any]  # Shapes of the arrays that each of them adds up.
-    # Name of an operation that combines rows of the batch; None if there is none.
-    operation: str | None
-
-
 @dataclass(frozen=True)
 class Program:
     """A user's step for a rank; it `trains` if it returns a state.
@@ -132,10 +123,12 @@ class Program:
 
     def prepared(
         self, mesh: Mesh, state: Any, batch: Batch, words: Any, *, in_passes: bool = False
-    ) -> Prepared:
+    ) -> tuple[list[SummedMetric], list[Any], str | None]:
         """Returns what tracing the program tells, after all checks that types allow.
 
-        Whether it compares rows is told if there are several ranks, or it may run `in_passes`.
+        These are the metrics that it updates, in the order of their first updates, the shapes of
+        what each adds up, and, if there are several ranks or it may run `in_passes`, the name of
+        an operation that combines rows of the batch; None if there is none.
 
         On one rank nothing differs, so that types tell nothing: the step is traced for two. State
         and batch (one, not stacked) are on the devices. A TypeError says that it sums again what is
@@ -177,7 +170,7 @@ class Program:
         metrics = [metric for metric, _ in records]
         is_shared = mesh.size > 1 or in_passes
         operation = comparison_of_rows(mapped, operands, traced, several) if is_shared else None
-        return Prepared(metrics, shapes[2], operation)
+        return metrics, shapes[2], operation
 
     def _one(self, state: Any, carried: Any, batch: Batch, words: Any) -> Any:
         totals, number = carried
