@@ -40,13 +40,8 @@ from tnt_jax.train.steps.step import make_predict_step
 class Trainer:
     """A model on the devices, with the compiled steps that change and read it.
 
-    Args:
-        adapter: Model as pure functions.
-        runtime: Mesh to train on.
-        steps: How steps are compiled.
-        seed: Seed of fresh variables and of the random streams of the step.
-        owner: Trainer whose state this one reads, for another model over the same variables; None
-            for a state of its own.
+    The seed is that of fresh variables and of the random streams of the step. An owner is a trainer
+    whose state this one reads, for another model over the same variables.
 
     Attributes:
         put: From this process's rows to arrays on the devices, sharded by row over all ranks.
@@ -138,11 +133,7 @@ class Trainer:
     def sums_after_loss(
         self, own: Sequence[np.ndarray], newest: Sequence[np.ndarray]
     ) -> Sequence[np.ndarray]:
-        """Returns the host sums with which an epoch goes on after a loss.
-
-        They follow from this process's own, if it has any of the epoch, or those of the process
-        with the newest.
-        """
+        """Returns the host sums, own or newest ones, with which an epoch goes on after a loss."""
         return newest
 
     @property
@@ -468,10 +459,7 @@ class Trainer:
         return sums
 
     def predict(self, batches: Iterable[DeviceBatches], hooks: Hooks) -> Any:
-        """Returns the outputs of all batches as host arrays `[examples, ...]` on every process.
-
-        They are those of the real rows in order, shard after shard.
-        """
+        """Returns outputs of all real rows in order, host arrays `[examples, ...]`, everywhere."""
         state, rows, index, first_row = self._built(), execution.RowsInOrder(), 0, 0
         for group in map(self._taken, batches):
             hooks.on_batch_begin(index)

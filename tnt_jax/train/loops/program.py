@@ -97,18 +97,15 @@ _STACKED: Any = PartitionSpec(None, _jax.DATA_AXIS)
 
 @dataclass(frozen=True)
 class Program:
-    """A user's step for a rank; it `trains` if it returns a state.
-
-    Gradients of so many `rows_at_once` are computed in one pass; None for all.
-    """
+    """A user's step for a rank."""
 
     function: Callable
     name: str
     platform: str
     reduction: Reduction
     takes_key: bool
-    trains: bool
-    rows_at_once: int | None = None
+    trains: bool  # Whether it returns a state.
+    rows_at_once: int | None = None  # Most whose gradients are computed in one pass; None for all.
     draws: dict[Any, Draws] = field(default_factory=dict, compare=False)
 
     def mapped(self, mesh: Any, *, stacked: bool) -> Callable:

@@ -37,13 +37,10 @@ _ROWS = "rows_"
 
 
 class WholeBatches:
-    """The part of `Steps` that computes whole batches, beside a class that places their state.
-
-    Its mesh is one that `global_mesh` returned.
-    """
+    """The part of `Steps` that computes whole batches, beside a class that places their state."""
 
     takes_host_arrays = False
-    mesh: Mesh
+    mesh: Mesh  # One that `global_mesh` returned.
     placement: Placement
 
     def _compute_whole_batches(self, runtime: Runtime) -> None:

@@ -74,10 +74,7 @@ def marked(values: jax.Array) -> jax.Array:
 def dependences(
     jaxpr: Any, holds_rows: Sequence[bool], num_rows: int
 ) -> tuple[list[Dependence], list[Dependence]]:
-    """Returns how results of a program, and what it marks, depend on the rows of a batch.
-
-    The batch consists of the operands that `holds_rows`, arrays `[rows, ...]`.
-    """
+    """Returns how results of a program, and what it marks, depend on operands that hold rows."""
     batch = _Batch(num_rows)
     given = [
         Rows(0) if is_batch else _free(v.aval)
