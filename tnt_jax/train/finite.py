@@ -228,9 +228,6 @@ def _select(is_finite: jax.Array, new: Any, old: Any) -> Any:
 
 
 def _branch(is_finite: jax.Array, new: Any, old: Any) -> Any:
-    """Returns one of two trees of arrays that exist.
-
-    A choice of each element would be compiled into the loop that makes it, which XLA's CPU compiler
-    may then round otherwise. A copy is made, and on other devices the host has to wait.
-    """
+    # XLA's CPU compiler would compile a choice of each element into the loop that makes it, and may
+    # then round otherwise. This makes a copy, for which the host has to wait on other devices.
     return jax.lax.cond(is_finite, lambda: new, lambda: old)

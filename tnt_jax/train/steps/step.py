@@ -123,12 +123,7 @@ class LocalStep(NamedTuple):
 
 
 def differentiate(
-    parts: Parts,
-    state: TrainState,
-    batch: Batch,
-    mesh: Mesh,
-    *,
-    first_rank: jax.Array | int = 0,
+    parts: Parts, state: TrainState, batch: Batch, mesh: Mesh, *, first_rank: jax.Array | int = 0
 ) -> LocalStep:
     """Returns the loss, metrics and gradients of this rank's rows, inside `shard_map`.
 
@@ -216,10 +211,7 @@ def make_train_step(
         grads, unfit = None, 0
         if accumulation_steps == 1:
             summed = total_of(
-                local.grads,
-                first=local.numbers,
-                others=average.summands,
-                residual=state.residual,
+                local.grads, first=local.numbers, others=average.summands, residual=state.residual
             )
             numbers, totals, grads = summed.first, summed.others, summed.grads
 
