@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import ml_dtypes
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from tnt_jax import _jax
 from tnt_jax.adapters import wrap
@@ -27,15 +27,14 @@ from tnt_jax.train.contracts import Apply, Batch, LossTerm, Measured, Parts
 from tnt_jax.train.state import TrainState, descriptions
 from tnt_jax.train.steps.epoch_sums import num_real_rows, quotient, zero_sums
 from tnt_jax.train.steps.step import (
+    BY_ROW,
+    REPLICATED,
     compiled,
     differentiate,
     make_eval_step,
     make_predict_step,
     share_of_rows,
 )
-
-_REPLICATED: Any = PartitionSpec()
-_BY_ROW: Any = PartitionSpec(_jax.DATA_AXIS)
 
 
 class Share(NamedTuple):
@@ -94,8 +93,8 @@ def make_gradient_step(parts: Parts, mesh: Mesh, reduction: Reduction) -> Callab
         report = Report(loss, losses, increments, rows)
         return summed.grads, average.result(summed.others), report
 
-    specs = (_REPLICATED, _BY_ROW, _REPLICATED)
-    return compiled(_jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=_REPLICATED), mesh)
+    specs = (REPLICATED, BY_ROW, REPLICATED)
+    return compiled(_jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=REPLICATED), mesh)
 
 
 def make_counts(parts: Parts, mesh: Mesh) -> Callable[[Any, Any, Batch], list[Any]]:
@@ -106,8 +105,8 @@ def make_counts(parts: Parts, mesh: Mesh) -> Callable[[Any, Any, Batch], list[An
         found = [1.0 if term.count is None else term.count for term in measured.terms]
         return [jax.lax.psum(jax.numpy.float32(count), _jax.DATA_AXIS) for count in found]
 
-    specs = (_REPLICATED, _REPLICATED, _BY_ROW)
-    mapped = _jax.shard_map(counts, mesh=mesh, in_specs=specs, out_specs=_REPLICATED)
+    specs = (REPLICATED, REPLICATED, BY_ROW)
+    mapped = _jax.shard_map(counts, mesh=mesh, in_specs=specs, out_specs=REPLICATED)
     return compiled(mapped, mesh)
 
 
@@ -119,8 +118,8 @@ def exchanges_rows(apply: Apply, mesh: Mesh, state: TrainState, inputs: Any) -> 
         applied = apply(params, model_state, inputs, key=key, train=True, mask=None)
         return _jax.make_varying(applied.outputs)
 
-    specs = (_REPLICATED, _REPLICATED, _BY_ROW)
-    mapped = _jax.shard_map(outputs, mesh=mesh, in_specs=specs, out_specs=_BY_ROW)
+    specs = (REPLICATED, REPLICATED, BY_ROW)
+    mapped = _jax.shard_map(outputs, mesh=mesh, in_specs=specs, out_specs=BY_ROW)
     return _jax.communicates(jax.jit(mapped).trace(state.params, state.model_state, inputs))
 
 

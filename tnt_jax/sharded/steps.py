@@ -29,9 +29,8 @@ from tnt_jax.train.state_arrays import state_arrays
 from tnt_jax.train.steps.data_parallel import fused_loops
 from tnt_jax.train.steps.global_step import WholeBatches, global_mesh
 from tnt_jax.train.steps.sharded_step import make_sharded_train_step
-from tnt_jax.train.steps.step import compiled, evaluation, prediction
+from tnt_jax.train.steps.step import REPLICATED, compiled, evaluation, prediction
 
-_REPLICATED: Any = PartitionSpec()
 # Parameters, gradients and the two moments of Adam.
 _ARRAYS_LIKE_PARAMS = 4
 
@@ -244,7 +243,7 @@ class ShardedSteps(Steps):
         def step(params: Any, model_state: Any, sums: Any, batch: Any) -> Any:
             layout = self.layout_of(params)
             rank_step = evaluation(GatheredParts(parts, layout), self.mesh)
-            mapped = self._mapped(rank_step, layout, _REPLICATED, self._by_row, out=_REPLICATED)
+            mapped = self._mapped(rank_step, layout, REPLICATED, self._by_row, out=REPLICATED)
             return mapped(params, model_state, sums, batch)
 
         return compiled(step, self.mesh)
@@ -255,7 +254,7 @@ class ShardedSteps(Steps):
         def step(params: Any, model_state: Any, inputs: Any, first_row: Any) -> Any:
             layout = self.layout_of(params)
             rank_step = prediction(gathered_apply(apply, layout))
-            mapped = self._mapped(rank_step, layout, self._by_row, _REPLICATED, out=self._by_row)
+            mapped = self._mapped(rank_step, layout, self._by_row, REPLICATED, out=self._by_row)
             return mapped(params, model_state, inputs, first_row)
 
         return compiled(step, self.mesh)
@@ -316,7 +315,7 @@ class ShardedSteps(Steps):
 
     def _mapped(self, step: Callable, layout: Layout, *others: Any, out: Any) -> Callable:
         """Maps a rank's step of parameters, model state and others over the ranks."""
-        specs = (layout.manual_specs, _REPLICATED, *others)
+        specs = (layout.manual_specs, REPLICATED, *others)
         return _jax.shard_map(step, mesh=self.mesh, in_specs=specs, out_specs=out)
 
 

@@ -33,9 +33,7 @@ from tnt_jax.train.finite import (
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.state_arrays import listed, state_arrays
 from tnt_jax.train.steps.epoch_sums import num_local_rows, quotient
-from tnt_jax.train.steps.step import differentiate
-
-_REPLICATED: Any = PartitionSpec()
+from tnt_jax.train.steps.step import REPLICATED, differentiate
 
 
 class Diagnosis(NamedTuple):
@@ -92,7 +90,7 @@ def diagnose(
         )
 
     by_row: Any = PartitionSpec(_jax.rank_axes(mesh))
-    mapped = _jax.shard_map(work, mesh=mesh, in_specs=(_REPLICATED, by_row), out_specs=_REPLICATED)
+    mapped = _jax.shard_map(work, mesh=mesh, in_specs=(REPLICATED, by_row), out_specs=REPLICATED)
     # Of the rest each rank may hold a part alone.
     bare = TrainState(
         state.step, state.params, state.model_state, scale_alone(state.opt_state), state.key

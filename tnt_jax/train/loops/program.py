@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from tnt_jax import _jax
 from tnt_jax.adapters.any_flax import flax_batch_norm_off, padding_left_out
@@ -18,6 +18,7 @@ from tnt_jax.train.loops.context import StepContext, SummedMetric, tracing
 from tnt_jax.train.steps.epoch_sums import num_local_rows
 from tnt_jax.train.steps.micro_batches import num_passes
 from tnt_jax.train.steps.row_dependence import Exchanged, Mixed, dependences
+from tnt_jax.train.steps.step import BY_ROW, REPLICATED, STACKED
 
 
 def sums_again(jaxpr: Any) -> bool:
@@ -90,11 +91,6 @@ def check_metrics(name: str, metrics: Any) -> Any:
     return structure.unflatten([jnp.asarray(leaf) for _, leaf in paths_and_leaves])
 
 
-_REPLICATED: Any = PartitionSpec()
-_BY_ROW: Any = PartitionSpec(_jax.DATA_AXIS)
-_STACKED: Any = PartitionSpec(None, _jax.DATA_AXIS)
-
-
 @dataclass(frozen=True)
 class Program:
     """A user's step for a rank."""
@@ -114,9 +110,9 @@ class Program:
         It runs over all ranks, and scans stacked batches; `sums` are `(totals, number)`. If the
         step does not train, the resulting state is None.
         """
-        specs = (_REPLICATED, _REPLICATED, _STACKED if stacked else _BY_ROW, _REPLICATED)
+        specs = (REPLICATED, REPLICATED, STACKED if stacked else BY_ROW, REPLICATED)
         function = self._several if stacked else self._one
-        return _jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=_REPLICATED)
+        return _jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=REPLICATED)
 
     def prepared(
         self, mesh: Mesh, state: Any, batch: Batch, words: Any, *, in_passes: bool = False
@@ -147,8 +143,8 @@ class Program:
         mapped = _jax.shard_map(
             collecting,
             mesh=_jax.abstract_data_mesh(several),
-            in_specs=(_REPLICATED, _REPLICATED, _BY_ROW, _REPLICATED),
-            out_specs=_REPLICATED,
+            in_specs=(REPLICATED, REPLICATED, BY_ROW, REPLICATED),
+            out_specs=REPLICATED,
         )
         operands = (
             jax.tree.map(alike, state),

@@ -28,6 +28,7 @@ from tnt_jax.train.finite import OnNaN, is_finite_step, scale_alone, take_or_lea
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.steps.epoch_sums import add_sums, num_real_rows
 from tnt_jax.train.steps.step import (
+    REPLICATED,
     accumulate,
     compiled,
     differentiate,
@@ -60,9 +61,6 @@ def shardings(tree: Any, mesh: Mesh, *, before: int = 0) -> Any:
     return jax.tree.map(sharding, tree)
 
 
-_REPLICATED: Any = PartitionSpec()
-
-
 class Placement(Protocol):
     """Which arrays of a training state are sharded, and how gradients get there.
 
@@ -73,7 +71,7 @@ class Placement(Protocol):
 
     def param_specs(self, params: Any) -> Any:
         """Returns how parameters come to `shard_map`, as a tree or one for all."""
-        return _REPLICATED
+        return REPLICATED
 
     def grad_specs(self, params: Any) -> Any:
         """Returns how the sums of gradients leave `shard_map`."""
@@ -210,14 +208,14 @@ def make_sharded_train_step(
             mesh=mesh,
             in_specs=(
                 TrainState(
-                    *(_REPLICATED, placement.param_specs(shapes), *(_REPLICATED,) * 3),
-                    accumulated=_REPLICATED,
-                    residual=_REPLICATED,
+                    *(REPLICATED, placement.param_specs(shapes), *(REPLICATED,) * 3),
+                    accumulated=REPLICATED,
+                    residual=REPLICATED,
                 ),
-                _REPLICATED,
+                REPLICATED,
                 by_row,
             ),
-            out_specs=(placement.grad_specs(shapes), _REPLICATED, _REPLICATED, _REPLICATED),
+            out_specs=(placement.grad_specs(shapes), REPLICATED, REPLICATED, REPLICATED),
         )
         read = replace(state, opt_state=scale_alone(state.opt_state), accumulated=None)
         grads, model_state, new_sums, (is_finite, loss) = mapped(read, sums, batch)

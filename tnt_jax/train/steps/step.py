@@ -79,13 +79,12 @@ _FEW_ROWS = 16
 # Parts of steps that have been traced.
 _traced = Slot[WeakSet[Parts]](WeakSet)
 _own_statistics = Slot[list[str]](list)
-_REPLICATED: Any = PartitionSpec()
-_BY_ROW: Any = PartitionSpec(_jax.DATA_AXIS)
-_STACKED = PartitionSpec(None, _jax.DATA_AXIS)
+# How arrays come to `shard_map` and leave it; the batches of several steps are stacked.
+REPLICATED: Any = PartitionSpec()
+BY_ROW: Any = PartitionSpec(_jax.DATA_AXIS)
+STACKED: Any = PartitionSpec(None, _jax.DATA_AXIS)
 # Everything is replicated except what each rank keeps of its own gradients.
-_STATE = TrainState(
-    *[_REPLICATED] * 5, accumulated=_BY_ROW, residual=_BY_ROW, first_row=_REPLICATED
-)
+_STATE = TrainState(*[REPLICATED] * 5, accumulated=BY_ROW, residual=BY_ROW, first_row=REPLICATED)
 
 
 def donated() -> tuple[int, ...]:
@@ -254,8 +253,8 @@ def make_train_step(
     mapped = _jax.shard_map(
         repeated(step) if stacked else step,
         mesh=mesh,
-        in_specs=(_STATE, _REPLICATED, _STACKED if stacked else _BY_ROW),
-        out_specs=(_STATE, _REPLICATED),
+        in_specs=(_STATE, REPLICATED, STACKED if stacked else BY_ROW),
+        out_specs=(_STATE, REPLICATED),
     )
     return compiled(mapped, mesh, donate_argnums=donated())
 
@@ -279,9 +278,9 @@ def sums_of_numbers(
 
 def make_eval_step(parts: Parts, mesh: Mesh) -> Callable:
     """Returns the jitted function `(params, model_state, sums, batch) -> sums`."""
-    specs = (_REPLICATED, _REPLICATED, _REPLICATED, _BY_ROW)
+    specs = (REPLICATED, REPLICATED, REPLICATED, BY_ROW)
     step = evaluation(parts, mesh)
-    return compiled(_jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=_REPLICATED), mesh)
+    return compiled(_jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=REPLICATED), mesh)
 
 
 def evaluation(parts: Parts, mesh: Mesh) -> Callable:
@@ -303,9 +302,9 @@ def evaluation(parts: Parts, mesh: Mesh) -> Callable:
 
 def make_predict_step(apply: Apply, mesh: Mesh) -> Callable:
     """Returns the jitted function that `Steps.predict` describes."""
-    specs = (_REPLICATED, _REPLICATED, _BY_ROW, _REPLICATED)
+    specs = (REPLICATED, REPLICATED, BY_ROW, REPLICATED)
     step = prediction(apply)
-    return compiled(_jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=_BY_ROW), mesh)
+    return compiled(_jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=BY_ROW), mesh)
 
 
 def prediction(apply: Apply) -> Callable:
