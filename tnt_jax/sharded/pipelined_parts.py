@@ -6,6 +6,7 @@ activations of more micro-batches than there are stages.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ from tnt_jax.train.contracts import Batch, LossTerm, Measured, Parts
 from tnt_jax.train.steps.micro_batches import MicroRows
 
 
+@dataclass(frozen=True, eq=False)
 class PipelinedParts:
     """Implements `Parts` for training steps whose layers run by 1F1B.
 
@@ -36,45 +38,41 @@ class PipelinedParts:
     backward pass of a micro-batch; None for everything.
     """
 
+    parts: Parts
+    layout: Layout
+    pipeline: Pipeline
+    policy: Any = None
     rows_at_once = None
-
-    def __init__(
-        self, parts: Parts, layout: Layout, pipeline: Pipeline, *, policy: Any = None
-    ) -> None:
-        self._parts = parts
-        self._layout = layout
-        self._pipeline = pipeline
-        self._policy = policy
 
     def measure(
         self, params: Any, model_state: Any, batch: Batch, *, key: jax.Array | None, train: bool
     ) -> Measured:
         """Returns loss and metrics of one rank's rows, with gradients; inside `shard_map`."""
         num_rows = jax.tree.leaves(batch.inputs)[0].shape[0]
-        rows = MicroRows(num_rows, self._pipeline.microbatches)
+        rows = MicroRows(num_rows, self.pipeline.microbatches)
 
         def part(params: Any, micro_batch: Any) -> Measured:
             batch, words = micro_batch
             own = rows.key(key, words)
-            return self._parts.measure(params, model_state, batch, key=own, train=train)
+            return self.parts.measure(params, model_state, batch, key=own, train=train)
 
         micro_batches = (rows.cut_batch(batch), rows.keys(key))
-        here = at_stages(params, self._layout)
+        here = at_stages(params, self.layout)
         leaves, structure = jax.tree.flatten(here.params)
         whole = [example_of(x, shape) for x, shape in zip(leaves, here.shapes, strict=True)]
         examples = _jax.vary(
             (structure.unflatten(whole), jax.tree.map(lambda x: x[0], micro_batches)),
             axes_of((leaves, micro_batches)),
         )
-        loop = LayersLoop(part, examples, self._pipeline.path)
+        loop = LayersLoop(part, examples, self.pipeline.path)
         _check(loop)
-        run = _Run(loop, here.cuts, self._policy)
+        run = _Run(loop, here.cuts, self.policy)
         total, sums = run.differentiable(leaves, jax.tree.leaves(micro_batches))
         measured: Measured = loop.result
         [term] = measured.terms
         count: Any = sums.count
         if isinstance(term.count, (int, float)):
-            count = term.count * self._pipeline.microbatches
+            count = term.count * self.pipeline.microbatches
         return Measured(
             [LossTerm(total, None if term.count is None else count, term.scale)],
             run.penalty(leaves),

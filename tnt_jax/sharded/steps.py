@@ -1,7 +1,7 @@
 """Compiled steps of a model that is sharded over a mesh."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -83,49 +83,38 @@ def _check_statistics(model_state: Any) -> None:
             )
 
 
+@dataclass(eq=False)
 class ShardedParams:
     """Keeps parameters, gradients and optimizer state sharded (ZeRO-3), for `sharded_step`.
 
     Rajbhandari et al. 2020, arXiv:1910.02054, section 5.3. The update runs outside `shard_map` on
     arrays that are sharded: the compiler adds the communication that a transformation needs, such
     as for a norm of all gradients. So all Optax transformations give what they give on one device.
-
-    `layout_of` takes whole parameters or their descriptions; `has_remat` is as of
-    `gather_where_used`. `pipelining` returns what computes a step and its gradients in a pipeline;
-    None for the derivative of what a step computes.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        reduction: Reduction,
-        layout_of: Callable[[Any], Layout],
-        *,
-        has_remat: bool = False,
-        pipelining: Callable[[Parts, Layout], Parts] | None = None,
-    ) -> None:
-        self.mesh = mesh
-        self._reduction = reduction
-        self._layout_of = layout_of
-        self._has_remat = has_remat
-        self._pipelining = pipelining
+    mesh: Mesh
+    reduction: Reduction
+    layout_of: Callable[[Any], Layout]  # Of whole parameters, or of their descriptions.
+    has_remat: bool = False  # As of `gather_where_used`.
+    # Returns what computes a step and its gradients in a pipeline; None for the derivative.
+    pipelining: Callable[[Parts, Layout], Parts] | None = None
 
     def param_specs(self, params: Any) -> Any:
         """Returns how the parameters, and their gradients, are cut over `fsdp`."""
-        return self._layout_of(params).manual_specs
+        return self.layout_of(params).manual_specs
 
     grad_specs = param_specs
 
     def parts(self, parts: Parts, params: Any) -> Parts:
         """Returns what gathers the parameters and computes `parts` from them."""
-        layout = self._layout_of(params)
-        if self._pipelining is not None:
-            return self._pipelining(parts, layout)
-        return GatheredParts(parts, layout, has_remat=self._has_remat)
+        layout = self.layout_of(params)
+        if self.pipelining is not None:
+            return self.pipelining(parts, layout)
+        return GatheredParts(parts, layout, has_remat=self.has_remat)
 
     def sum(self, grads: Any, params: Any, *, order: Sequence[int]) -> Any:
         """Returns the sums of gradients; what was cut is summed over `fsdp` already."""
-        cuts = self._layout_of(params).cuts
+        cuts = self.layout_of(params).cuts
 
         def total_of_bucket(arrays: list[jax.Array], indices: list[int]) -> list[jax.Array]:
             whole = [cuts[index] is None for index in indices]
@@ -135,7 +124,7 @@ class ShardedParams:
             totals = iter(psum(parts, axis_name=_jax.DATA_AXIS) if parts else [])
             return [next(sums) if is_whole else next(totals) for is_whole in whole]
 
-        return in_buckets(total_of_bucket, grads, self._reduction, order=order, with_indices=True)
+        return in_buckets(total_of_bucket, grads, self.reduction, order=order, with_indices=True)
 
     def update(
         self, optimizer: optax.GradientTransformation, grads: Any, params: Any, opt_state: Any
@@ -146,7 +135,7 @@ class ShardedParams:
 
     def placed(self, state: TrainState) -> TrainState:
         """Returns a state of a program whose arrays are sharded as the layout says."""
-        layout = self._layout_of(state.params)
+        layout = self.layout_of(state.params)
         opt_state, accumulated = jax.lax.with_sharding_constraint(
             (state.opt_state, state.accumulated),
             (layout.like_params(state.opt_state), layout.like_params(state.accumulated, before=1)),
@@ -156,7 +145,7 @@ class ShardedParams:
         )
 
     def _like(self, params: Any) -> Any:
-        return jax.lax.with_sharding_constraint(params, self._layout_of(params).shardings)
+        return jax.lax.with_sharding_constraint(params, self.layout_of(params).shardings)
 
 
 class ShardedSteps(Steps):
