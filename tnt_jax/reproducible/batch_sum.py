@@ -4,7 +4,8 @@ The counts of the loss terms come first, in a program of their own unless they f
 batch's shapes, because each chunk divides by those of the whole batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -29,13 +30,14 @@ _ADVICE = (
 _LARGE_BYTES = 2**18
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
 class Packed:
     """A pytree of arrays whose small leaves are concatenated by dtype into arrays `[1, n]`."""
 
-    def __init__(self, arrays: Sequence[Any], layout: tuple[Any, tuple[Any, ...]]) -> None:
-        self.arrays = tuple(arrays)
-        self._layout = layout
+    arrays: tuple[Any, ...]
+    structure: Any = field(metadata={"static": True})
+    shapes: tuple[Any, ...] = field(metadata={"static": True})
 
     @classmethod
     def of(cls, tree: Any) -> "Packed":
@@ -43,28 +45,17 @@ class Packed:
         leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
         shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
         groups = groups_of_small(shapes, _LARGE_BYTES)
-        return cls(
-            [_join([leaves[index] for index in group])[None] for group in groups],
-            (structure, shapes),
-        )
+        arrays = tuple(_join([leaves[index] for index in group])[None] for group in groups)
+        return cls(arrays, structure, shapes)
 
     def unpack(self) -> Any:
         """Returns the pytree."""
-        structure, shapes = self._layout
         leaves: dict[int, jax.Array] = {}
-        for array, group in zip(self.arrays, groups_of_small(shapes, _LARGE_BYTES), strict=True):
-            parts = split_like(array.reshape(-1), [shapes[index] for index in group])
+        groups = groups_of_small(self.shapes, _LARGE_BYTES)
+        for array, group in zip(self.arrays, groups, strict=True):
+            parts = split_like(array.reshape(-1), [self.shapes[index] for index in group])
             leaves.update(zip(group, parts, strict=True))
-        return jax.tree.unflatten(structure, [leaves[index] for index in range(len(shapes))])
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, tuple[Any, ...]]]:
-        """Returns the leaves and the other arguments of `tree_unflatten`."""
-        return self.arrays, self._layout
-
-    @classmethod
-    def tree_unflatten(cls, layout: tuple[Any, tuple[Any, ...]], arrays: Sequence[Any]) -> "Packed":
-        """Reverses `tree_flatten`."""
-        return cls(arrays, layout)
+        return self.structure.unflatten(leaves[index] for index in range(len(self.shapes)))
 
 
 def _join(arrays: list[jax.Array]) -> jax.Array:
