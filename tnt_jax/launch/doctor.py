@@ -313,36 +313,35 @@ def judge(
     return findings
 
 
+def _judged(detail: str, remedy: str, status: str = WARNING) -> _Judgement:
+    """Returns a judgement; all is well if there is nothing to remedy."""
+    return status if remedy else OK, detail, remedy
+
+
 def _installation(facts: Facts, obstacle: str) -> _Judgement:
     versions = ", ".join(
         f"{name} {version or 'missing'}" for name, version in facts.versions.items()
     )
-    detail = f"Python {facts.python}, {versions}"
-    if obstacle:
-        return FAILURE, detail, obstacle
-    if facts.versions["jax"] is None:
-        return FAILURE, detail, "Install the package there: pip install tnt-jax"
-    return OK, detail, ""
+    if not obstacle and facts.versions["jax"] is None:
+        obstacle = "Install the package there: pip install tnt-jax"
+    return _judged(f"Python {facts.python}, {versions}", obstacle, FAILURE)
 
 
 def _own_name(facts: Facts, trap: str) -> _Judgement:
     detail = f"{facts.hostname} is {', '.join(facts.own_addresses) or 'unknown'}"
-    if not trap:
-        return OK, detail, ""
     # Collectives between GPUs do not need the name.
-    return (WARNING if facts.num_gpus and facts.has_cuda_jax else FAILURE), detail, trap
+    return _judged(detail, trap, WARNING if facts.num_gpus and facts.has_cuda_jax else FAILURE)
 
 
 def _devices(facts: Facts, found: Examination) -> _Judgement:
-    detail = f"{facts.num_gpus} GPU(s), {facts.num_cores} cores"
+    detail, remedy = f"{facts.num_gpus} GPU(s), {facts.num_cores} cores", ""
     if facts.num_gpus:
         detail += f", driver {found.driver or 'unknown'}, NCCL {found.nccl or 'not from pip'}"
-    if facts.num_gpus and not facts.has_cuda_jax:
-        return WARNING, detail, "JAX cannot use the GPUs: pip install 'jax[cuda13]'"
-    if found.driver and not facts.num_gpus:
+        if not facts.has_cuda_jax:
+            remedy = "JAX cannot use the GPUs: pip install 'jax[cuda13]'"
+    elif found.driver:
         remedy = "A driver is loaded but no GPU can be used: look at nvidia-smi -L."
-        return WARNING, detail, remedy
-    return OK, detail, ""
+    return _judged(detail, remedy)
 
 
 def _proxies(found: Examination) -> _Judgement:
@@ -355,24 +354,21 @@ def _proxies(found: Examination) -> _Judgement:
 def _limits(found: Examination) -> _Judgement:
     files = found.open_files
     detail = f"open files {files or 'unlimited'}, locked memory {found.locked_kb or 'unlimited'} kB"
-    if files is not None and files < _FEWEST_FILES:
-        remedy = f"Data loading may run out of files: ulimit -n {_FEWEST_FILES}"
-        return WARNING, detail, remedy
-    return OK, detail, ""
+    has_few = files is not None and files < _FEWEST_FILES
+    remedy = f"Data loading may run out of files: ulimit -n {_FEWEST_FILES}"
+    return _judged(detail, remedy if has_few else "")
 
 
 def _space(found: Examination) -> _Judgement:
-    detail = f"/dev/shm {found.shm_mb} MB, caches {found.free_disk_mb} MB free"
+    remedy = ""
     if found.shm_mb is None or found.shm_mb < _LEAST_SHM_MB:
         remedy = (
             "NCCL and data loaders exchange data through /dev/shm: mount a larger one (docker run "
             "--shm-size=8g)."
         )
-        return WARNING, detail, remedy
-    if found.free_disk_mb < _LEAST_DISK_MB:
+    elif found.free_disk_mb < _LEAST_DISK_MB:
         remedy = "Free some space, or set JAX_COMPILATION_CACHE_DIR to another disk."
-        return WARNING, detail, remedy
-    return OK, detail, ""
+    return _judged(f"/dev/shm {found.shm_mb} MB, caches {found.free_disk_mb} MB free", remedy)
 
 
 def _directory(found: Examination, token: str) -> _Judgement | None:
@@ -391,11 +387,9 @@ def _directory(found: Examination, token: str) -> _Judgement | None:
 
 
 def _clock(skew_s: float, uncertainty_s: float) -> _Judgement:
-    detail = f"{skew_s:+.2f} s (+-{uncertainty_s:.2f} s)"
-    if abs(skew_s) - uncertainty_s > _MOST_SKEW_S:
-        remedy = "Times in logs will not match; run a time service such as chrony."
-        return WARNING, detail, remedy
-    return OK, detail, ""
+    is_off = abs(skew_s) - uncertainty_s > _MOST_SKEW_S
+    remedy = "Times in logs will not match; run a time service such as chrony."
+    return _judged(f"{skew_s:+.2f} s (+-{uncertainty_s:.2f} s)", remedy if is_off else "")
 
 
 def judge_reachability(reached: Mapping[str, Mapping[str, Sequence[str]]]) -> list[Finding]:
