@@ -151,7 +151,9 @@ def test_programs_are_compiled_where_a_name_that_keeps_them_is_missing(name, tmp
 
 @pytest.mark.parametrize("name", GENERATOR)
 def test_a_generator_without_one_of_its_parts_is_none(name, caplog):
-    parts = fallbacks.or_plain(programs._none, lost="Speed is lost.")(programs._parts.__wrapped__)
+    parts = fallbacks.or_plain(programs._parts.plain, lost="Speed is lost.")(
+        programs._parts.__wrapped__
+    )
     with missing({name}), caplog.at_level(logging.WARNING, "tnt_jax"):
         define, *others = parts()
     assert [define(), *others] == [None] * 3

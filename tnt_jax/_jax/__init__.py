@@ -56,7 +56,6 @@ from tnt_jax._jax.processes import (
     call_service_by,
     coordination_client,
     coordinator_listens,
-    is_distributed,
     leave_job,
     outlive_service,
     skip_cleanup,

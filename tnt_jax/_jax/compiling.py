@@ -71,13 +71,7 @@ def deterministic_options(mesh: Mesh) -> dict[str, Any]:
 
 
 _PARAMETERS = (
-    "backend",
-    "computation",
-    "devices",
-    "compile_options",
-    "host_callbacks",
-    "executable_devices",
-    "pgle_profiler",
+    "backend computation devices compile_options host_callbacks executable_devices pgle_profiler"
 )
 
 
@@ -119,8 +113,8 @@ def stand_around(stage: Callable, *, outermost: bool = False) -> None:
 
     compilation = _compilation.get()
     if compilation is None:
-        names = tuple(inspect.signature(compiler.compile_or_get_cached).parameters)
-        if names != _PARAMETERS:
+        names = inspect.signature(compiler.compile_or_get_cached).parameters
+        if list(names) != _PARAMETERS.split():
             raise TypeError(f"compile_or_get_cached takes {', '.join(names)}")
         compilation = _Compilation(compiler.compile_or_get_cached)
         _compilation.set(compilation)

@@ -14,7 +14,7 @@ import os
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -32,8 +32,8 @@ _SHORT_S = 0.1
 _FORMAT = "blake2b, zlib"
 _EVENTS = "/jax/compilation_cache/"
 _is_on = Slot[bool](bool)
-
-
+# Its settings have no types.
+_config: Any = jax.config
 _LOST = "Programs of other processes than the first are compiled at every start."
 
 
@@ -52,20 +52,13 @@ def keep_programs_of_each_process(processor: str, *, turns: str | None = None) -
 
 @or_plain(lambda processor, turns, before, *args, **named: before(*args, **named), lost=_LOST)
 def _find_or_compile(
-    processor: str,
-    turns: str | None,
-    compile_before: Callable,
-    backend: Any,
-    computation: Any,
-    devices: Any,
-    compile_options: Any,
-    host_callbacks: Sequence[Callable],
-    executable_devices: Any,
-    pgle_profiler: Any = None,
+    processor: str, turns: str | None, compile_before: Callable, *arguments: Any
 ) -> Any:
-    """Stands for JAX's function of the same parameters after the third."""
+    """Stands for JAX's function, of which `arguments` are; see `stand_around`."""
     # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0.
     from jax._src import compiler
+
+    backend, computation, _, compile_options, host_callbacks, executable_devices, *_ = arguments
 
     def compile_it() -> Any:
         return compiler.backend_compile_and_load(
@@ -80,21 +73,12 @@ def _find_or_compile(
     is_kept = _is_to_be_kept(backend) and not host_callbacks
     cache = _open_cache(backend) if is_kept else None
     if cache is None:
-        return compile_before(
-            backend,
-            computation,
-            devices,
-            compile_options,
-            host_callbacks,
-            executable_devices,
-            pgle_profiler,
-        )
+        return compile_before(*arguments)
     key = _key_of(computation, compile_options, backend, processor)
     jax.monitoring.record_event(_EVENTS + "compile_requests_use_cache")
     program = _find(cache, key, load)
-    config: Any = jax.config
     # A process that waits for a program finds it then, unless it is a short one.
-    waits = config.jax_persistent_cache_min_compile_time_secs <= _SHORT_S
+    waits = _config.jax_persistent_cache_min_compile_time_secs <= _SHORT_S
     if program is None and turns is not None and waits:
         with _turn(cache, key, turns):
             return _find(cache, key, load) or _compile_and_keep(cache, key, compile_it)
@@ -102,15 +86,14 @@ def _find_or_compile(
 
 
 def _is_to_be_kept(backend: Any) -> bool:
-    config: Any = jax.config
     return (
         backend.platform == "cpu"
-        and config.jax_enable_compilation_cache
-        and config.jax_compilation_cache_dir is not None
+        and _config.jax_enable_compilation_cache
+        and _config.jax_compilation_cache_dir is not None
         # Then a process may wait for what another one compiles.
-        and not config.jax_share_binary_between_hosts
+        and not _config.jax_share_binary_between_hosts
         # JAX's function writes the text.
-        and not config.read("jax_dump_ir_to")
+        and not _config.read("jax_dump_ir_to")
     )
 
 
@@ -211,14 +194,13 @@ def _compile_and_keep(cache: Any, key: str, compile_it: Callable[[], Any]) -> An
     begin = time.monotonic()
     program = compile_it()
     compile_s = time.monotonic() - begin
-    config: Any = jax.config
-    if compile_s < config.jax_persistent_cache_min_compile_time_secs:
+    if compile_s < _config.jax_persistent_cache_min_compile_time_secs:
         return program
     try:
         content = int(compile_s).to_bytes(4, "big") + program.serialize()
         compressed = zlib.compress(content, level=1)
         entry = _checksum(compressed) + compressed
-        if len(entry) >= config.jax_persistent_cache_min_entry_size_bytes:
+        if len(entry) >= _config.jax_persistent_cache_min_entry_size_bytes:
             _write(cache, key, entry)
             jax.monitoring.record_event(_EVENTS + "cache_misses")
     except CHANGED:
@@ -263,8 +245,7 @@ def _remove(cache: Any, key: str) -> None:
 
 def _report(what: str, error: Exception) -> None:
     """Warns as JAX does, or raises the error if its settings ask for that."""
-    config: Any = jax.config
-    if config.jax_raise_persistent_cache_errors:
+    if _config.jax_raise_persistent_cache_errors:
         raise error
     logger.warning(
         "%s: %s: %s", what, type(error).__name__, error, extra={"on_every_process": True}

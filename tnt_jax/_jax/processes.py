@@ -32,11 +32,6 @@ def backends_are_initialized() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
-def is_distributed() -> bool:
-    """Returns whether `jax.distributed.initialize` has run in this process."""
-    return jax.distributed.is_initialized()
-
-
 # How calls of the coordination service are made, if not at once.
 _caller = Slot[Callable[[Callable[[], Any]], Any] | None](lambda: None, lasts=True)
 

@@ -11,12 +11,9 @@ from tnt_jax._jax.arrays import DATA_AXIS, FSDP_AXIS, rank_axes
 from tnt_jax._jax.fallbacks import or_plain
 
 
-def _none() -> tuple[Any, Any, Any]:
-    return (lambda **_: None), None, None
-
-
 @or_plain(
-    _none, lost="On several devices, models that draw random numbers take the compiler's step."
+    lambda: ((lambda **_: None), None, None),
+    lost="On several devices, models that draw random numbers take the compiler's step.",
 )
 def _parts() -> tuple[Any, Any, Any]:
     # Outside JAX's promise of compatibility. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. Without
@@ -116,23 +113,16 @@ class _Program(NamedTuple):
 
 def _eliminated_here(jaxpr: Any, results: list[bool]) -> tuple[_Program, list[bool]]:
     """As `_eliminated`, but programs that equations call are taken whole."""
-    kept, needed = _needed(jaxpr, results)
-    used = [var in needed for var in jaxpr.invars]
-    invars = [var for var in jaxpr.invars if var in needed]
     outvars = [var for var, wanted in zip(jaxpr.outvars, results, strict=True) if wanted]
-    return _Program(kept, invars, outvars), used
-
-
-def _needed(jaxpr: Any, results: list[bool]) -> tuple[list[Any], set[Any]]:
-    """Returns the equations that results and effects need, and all variables that these read."""
-    outvars = (var for var, wanted in zip(jaxpr.outvars, results, strict=True) if wanted)
     needed = {var for var in outvars if isinstance(var, Var)}
     kept = []
     for equation in reversed(jaxpr.eqns):
         if equation.effects or not needed.isdisjoint(equation.outvars):
             kept.append(equation)
             needed.update(var for var in equation.invars if isinstance(var, Var))
-    return kept[::-1], needed
+    used = [var in needed for var in jaxpr.invars]
+    invars = [var for var in jaxpr.invars if var in needed]
+    return _Program(kept[::-1], invars, outvars), used
 
 
 _LARGER = "Some results that do not depend on an input count as if they did."
@@ -148,15 +138,7 @@ def _eliminated(jaxpr: Any, results: list[bool]) -> tuple[Any, list[bool]]:
 
 
 # Equations that run another program once, on their operands.
-CALLS = (
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "checkpoint",
-)
+CALLS = tuple("jit pjit closed_call core_call custom_jvp_call custom_vjp_call checkpoint".split())
 
 
 def called_program(equation: Any) -> Any:
@@ -325,31 +307,38 @@ def _filled_sizes(jaxpr: Any) -> Iterator[int]:
             yield equation.invars[0].aval.shape[dim]
 
 
+def _with_times(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
+    """Yields the equations of a program, and how often each runs."""
+    for equation in jaxpr.eqns:
+        yield equation, times
+        trips = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for inner in jaxprs_in_params(equation.params):
+            yield from _with_times(inner, times * trips)
+
+
 def bytes_of_products(jaxpr: Any) -> int:
     """Returns the bytes of products, convolutions and looked-up rows; loops count each time."""
-    total = 0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name in ("dot_general", "conv_general_dilated", "gather"):
-            total += sum(x.aval.size * x.aval.dtype.itemsize for x in equation.outvars)
-        times = equation.params["length"] if equation.primitive.name == "scan" else 1
-        total += times * sum(map(bytes_of_products, jaxprs_in_params(equation.params)))
-    return total
+    return sum(
+        times * x.aval.size * x.aval.dtype.itemsize
+        for equation, times in _with_times(jaxpr)
+        if equation.primitive.name in ("dot_general", "conv_general_dilated", "gather")
+        for x in equation.outvars
+    )
 
 
 def operations_of_products(jaxpr: Any) -> int:
     """Returns the multiplications of products and convolutions; loops count each time."""
     total = 0
-    for equation in jaxpr.eqns:
+    for equation, times in _with_times(jaxpr):
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             shape = equation.invars[0].aval.shape
-            total += equation.outvars[0].aval.size * math.prod(shape[dim] for dim in contracted)
+            products = math.prod(shape[dim] for dim in contracted)
+            total += times * equation.outvars[0].aval.size * products
         elif equation.primitive.name == "conv_general_dilated":
             kernel = equation.invars[1].aval
             outputs = kernel.shape[equation.params["dimension_numbers"].rhs_spec[0]]
-            total += equation.outvars[0].aval.size * kernel.size // outputs
-        times = equation.params["length"] if equation.primitive.name == "scan" else 1
-        total += times * sum(map(operations_of_products, jaxprs_in_params(equation.params)))
+            total += times * (equation.outvars[0].aval.size * kernel.size // outputs)
     return total
 
 
@@ -366,30 +355,15 @@ def last_activations(traced: Any) -> list[str | None]:
     return [_activation(jaxpr, var) for var in jaxpr.outvars]
 
 
-# Operations that leave the values of an array what they are.
-PLAIN = (
-    "convert_element_type",
-    "reshape",
-    "squeeze",
-    "broadcast_in_dim",
-    "pvary",
-    "pcast",
-    "copy",
-    "transpose",
-    "expand_dims",
-)
-
-
 # Operations that leave an array what it is but for its dtype and the type of its axes.
 CASTS = ("convert_element_type", "pvary", "pcast", "copy")
+# Operations that leave the values of an array what they are.
+PLAIN = (*CASTS, "reshape", "squeeze", "broadcast_in_dim", "transpose", "expand_dims")
 
 
 def _activation(jaxpr: Any, var: Any) -> str | None:
     """Returns the activation that gives `var`, an output of `jaxpr` or a value in it."""
-    while True:
-        equation = next((e for e in jaxpr.eqns if any(out is var for out in e.outvars)), None)
-        if equation is None:
-            return None
+    while (equation := _maker_of(jaxpr, var)) is not None:
         name = equation.primitive.name
         inner = list(jaxprs_in_params(equation.params))
         if name == "logistic":
@@ -403,18 +377,20 @@ def _activation(jaxpr: Any, var: Any) -> str | None:
             jaxpr, var = inner[0], inner[0].outvars[list(equation.outvars).index(var)]
         else:
             return None
+    return None
 
 
 def _made_by(jaxpr: Any, var: Any) -> str:
     """Returns the name of the operation in `jaxpr` that gives the values of `var`."""
-    equation = next((e for e in jaxpr.eqns if any(out is var for out in e.outvars)), None)
-    if equation is None:
-        return ""
-    return (
-        _made_by(jaxpr, equation.invars[0])
-        if equation.primitive.name in PLAIN
-        else equation.primitive.name
-    )
+    while (equation := _maker_of(jaxpr, var)) is not None:
+        if equation.primitive.name not in PLAIN:
+            return equation.primitive.name
+        var = equation.invars[0]
+    return ""
+
+
+def _maker_of(jaxpr: Any, var: Any) -> Any:
+    return next((e for e in jaxpr.eqns if any(out is var for out in e.outvars)), None)
 
 
 def convolves(jitted: Any, *args: Any) -> bool:

@@ -309,7 +309,7 @@ class Membership:
                 os._exit(self._exit_code)
             return
         self._stay_if_ending()
-        if _jax.is_distributed() and not self._is_leaving:
+        if jax.distributed.is_initialized() and not self._is_leaving:
             self.leave(ExitNotice(self.process, self._exit_code, self._exit_text))
 
     def leave(self, notice: ExitNotice) -> None:

@@ -80,7 +80,7 @@ def join_job() -> Settings:
     turns = None
     if job is not None and job.num_processes > 1:
         turns = _join(job, settings)
-    if _jax.is_distributed():
+    if jax.distributed.is_initialized():
         _jax.keep_programs_of_each_process(cpu_kind(), turns=turns)
     return settings
 
@@ -112,7 +112,7 @@ def _join(job: Job, settings: Settings) -> str | None:
 
     Returns a name that the job's processes on this machine share; None if there is only one.
     """
-    if _jax.is_distributed():
+    if jax.distributed.is_initialized():
         if job.source == RAY_TRAIN:
             # Ray has connected this process, and disconnects it.
             return _take_part(job, settings, disconnects=False)

@@ -186,7 +186,7 @@ def shutdown() -> None:
     try:
         end_job()
     finally:
-        if _jax.is_distributed():
+        if jax.distributed.is_initialized():
             jax.distributed.shutdown()
 
 
