@@ -24,22 +24,10 @@ _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "col
 _SHAPES = r"\((tensor<[^)]*>)\) ->"
 _TITLE = "// Program: "
 _KERNELS = (
-    "fusion",
-    "custom-call",
-    "dot",
-    "convolution",
-    "reduce",
-    "copy",
-    "sort",
-    "scatter",
-    "concatenate",
-    "while",
-    "call",
+    "fusion custom-call dot convolution reduce copy sort scatter concatenate while call".split()
 )
-
-
 # Operations that run other computations of the program.
-RUNS = ("while", "conditional", "call")
+_RUNS = ("while", "conditional", "call")
 # The call that stands for an all-reduce in programs of CPU processes; see `_jax.replace_sums`.
 _SHARED_SUM = re.compile(r'custom_call_target="tnt_jax_sum"')
 
@@ -117,7 +105,7 @@ def read_collectives(text: str, computation: str = "") -> tuple[list[Collective]
         raise ValueError(
             "Only a scheduled program shows what overlaps: pass the text of a compiled program."
         )
-    computations = split_computations(text)
+    computations = _split_computations(text)
     # An asynchronous collective may be wrapped into a computation that a generic start calls.
     wrapped = {name: _wrapped(lines) for name, lines in computations.items() if name}
     found: list[tuple[str, str, int, bool, int]] = []
@@ -125,17 +113,14 @@ def read_collectives(text: str, computation: str = "") -> tuple[list[Collective]
     ends: dict[str, int] = {}
     kernels = 0
     backward = []
-    for name, shape, operation, rest in filter(
-        None, map(parse_instruction, computations[computation])
-    ):
+    for name, shape, operation, rest in _instructions(computations[computation]):
         kind, groups = _kind(operation, rest, wrapped)
         if operation.endswith("-done"):
             if operand := re.search(r"%([\w.\-]+)\)", rest):
                 ends[operand[1]] = kernels
         elif kind is not None:
-            is_synchronous = '"is_sync":true' in rest or not operation.endswith("-start")
             nbytes = _num_bytes(kind, operation, shape, groups)
-            found.append((name, kind, nbytes, is_synchronous, kernels))
+            found.append((name, kind, nbytes, _is_asynchronous(operation, rest), kernels))
         elif operation in _KERNELS:
             kernels += 1
             if "transpose(jvp" in rest:
@@ -143,29 +128,27 @@ def read_collectives(text: str, computation: str = "") -> tuple[list[Collective]
     total = max(kernels, 1)
     last = max(backward, default=0) / total
     return [
-        Collective(
-            kind, size, not is_synchronous, start / total, ends.get(name, start) / total, last
-        )
-        for name, kind, size, is_synchronous, start in found
+        Collective(kind, size, is_async, start / total, ends.get(name, start) / total, last)
+        for name, kind, size, is_async, start in found
     ], len(backward)
 
 
 def read_traffic(text: str) -> list[Traffic]:
     """Returns the collectives of a compiled program's HLO, those in loops and branches included."""
-    computations = split_computations(text)
+    computations = _split_computations(text)
     wrapped = {name: _wrapped(lines) for name, lines in computations.items() if name}
     num_devices = _num_devices(text)
     found = []
     for name, times in _runs(computations):
-        for _, shape, operation, rest in filter(None, map(parse_instruction, computations[name])):
+        for _, shape, operation, rest in _instructions(computations[name]):
             kind, groups = _kind(operation, rest, wrapped)
             if kind is None or operation.endswith("-done"):
                 continue
-            is_synchronous = '"is_sync":true' in rest or not operation.endswith("-start")
+            is_asynchronous = _is_asynchronous(operation, rest)
             dtypes = "+".join(sorted(set(re.findall(r"(\w+)\[", shape))))
             nbytes = _num_bytes(kind, operation, shape, groups)
             size = _group_size(groups, num_devices)
-            found.append(Traffic(kind, nbytes, dtypes, not is_synchronous, times, size))
+            found.append(Traffic(kind, nbytes, dtypes, is_asynchronous, times, size))
     return found
 
 
@@ -180,7 +163,7 @@ def count_runs(text: str) -> dict[str, int]:
     The name of the program itself is ''. Loops whose length the compiler does not know count once.
     """
     runs: dict[str, int] = {}
-    for name, times in _runs(split_computations(text)):
+    for name, times in _runs(_split_computations(text)):
         runs[name] = runs.get(name, 0) + times
     return runs
 
@@ -189,23 +172,20 @@ def _runs(
     computations: dict[str, list[str]], name: str = "", times: int = 1
 ) -> Iterator[tuple[str, int]]:
     yield name, times
-    for _, _, operation, rest in filter(None, map(parse_instruction, computations[name])):
-        if operation in RUNS:
+    for _, _, operation, rest in _instructions(computations[name]):
+        if operation in _RUNS:
             trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', rest)
-            for called in called_computations(operation, rest):
+            for called in _called(operation, rest):
                 yield from _runs(computations, called, times * (int(trips[1]) if trips else 1))
 
 
-def called_computations(operation: str, rest: str) -> list[str]:
+def _called(operation: str, rest: str) -> list[str]:
     """Returns the computations that a loop, a branch or a call runs."""
     if operation == "conditional":
         branches = re.search(r"branch_computations=\{(.*?)\}", rest)
-        listed = (
-            branches[1]
-            if branches
-            else " ".join(re.findall(r"(?:true|false)_computation=(%[\w.\-]+)", rest))
-        )
-        return re.findall(r"%([\w.\-]+)", listed)
+        if branches is None:
+            return re.findall(r"(?:true|false)_computation=%([\w.\-]+)", rest)
+        return re.findall(r"%([\w.\-]+)", branches[1])
     return re.findall(r"(?:body|to_apply)=%([\w.\-]+)", rest)
 
 
@@ -219,7 +199,7 @@ def _num_tensor_bytes(shapes: str) -> int:
     return total
 
 
-def split_computations(text: str) -> dict[str, list[str]]:
+def _split_computations(text: str) -> dict[str, list[str]]:
     """Returns the lines of each computation by name; the program itself has the name ''."""
     found: dict[str, list[str]] = {}
     name = None
@@ -235,18 +215,19 @@ def split_computations(text: str) -> dict[str, list[str]]:
     return found
 
 
-def parse_instruction(line: str) -> tuple[str, ...] | None:
-    """Returns name, shape, operation and the rest of an instruction; None of other lines."""
-    found = _INSTRUCTION.match(line)
-    return found.groups() if found else None
+def _instructions(lines: list[str]) -> list[tuple[str, ...]]:
+    """Returns name, shape, operation and the rest of each instruction."""
+    return [found.groups() for found in map(_INSTRUCTION.match, lines) if found]
+
+
+def _is_asynchronous(operation: str, rest: str) -> bool:
+    return operation.endswith("-start") and '"is_sync":true' not in rest
 
 
 def _wrapped(lines: list[str]) -> tuple[str, str] | None:
     """Returns the kind of the collective in a computation, and what follows it."""
-    for parsed in filter(None, map(parse_instruction, lines)):
-        if parsed[2] in _COLLECTIVES:
-            return parsed[2], parsed[3]
-    return None
+    found = ((kind, rest) for _, _, kind, rest in _instructions(lines) if kind in _COLLECTIVES)
+    return next(found, None)
 
 
 def _kind(
@@ -267,7 +248,7 @@ def _kind(
 def _num_bytes(kind: str, operation: str, shape: str, groups: str) -> int:
     """Returns the bytes of a collective's results, or of a reduce-scatter's operands."""
     if not operation.endswith("-start") or operation == "all-reduce-start":
-        nbytes = num_shape_bytes(shape)
+        nbytes = _num_shape_bytes(shape)
         if kind != "reduce-scatter":
             return nbytes
         if size := _group_size(groups):
@@ -277,10 +258,10 @@ def _num_bytes(kind: str, operation: str, shape: str, groups: str) -> int:
         )
     # A start has operands, results, and perhaps numbers of its own.
     operands, results, *_ = _elements(shape)
-    return num_shape_bytes(operands if kind == "reduce-scatter" else results)
+    return _num_shape_bytes(operands if kind == "reduce-scatter" else results)
 
 
-def num_shape_bytes(shape: str) -> int:
+def _num_shape_bytes(shape: str) -> int:
     """Returns the bytes of a shape such as `(f32[8]{0}, bf16[8,4]{1,0})`."""
     arrays = re.findall(r"(\w+)\[([\d,]*)\]", shape)
     return sum(
@@ -360,7 +341,7 @@ class HeldArray(NamedTuple):
 def largest_arrays(text: str, count: int = 3) -> list[HeldArray]:
     """Returns the largest arrays that a scheduled program holds when it holds most."""
     lines = _Lines(text)
-    _, held = _most_held(lines, split_computations(text), "")
+    _, held = _most_held(lines, _split_computations(text), "")
     return sorted(held, key=lambda x: -x.nbytes)[:count]
 
 
@@ -368,7 +349,7 @@ def _most_held(
     lines: "_Lines", computations: dict[str, list[str]], name: str
 ) -> tuple[int, list[HeldArray]]:
     """Returns the most bytes that a program, or a loop body, holds, and the arrays."""
-    parsed = [x for x in map(parse_instruction, computations[name]) if x is not None]
+    parsed = _instructions(computations[name])
     made = {own: index for index, (own, *_) in enumerate(parsed)}
     roots: dict[str, set[str]] = {}
     last: dict[str, int] = {}
@@ -387,7 +368,7 @@ def _most_held(
         if is_array and own not in carried and not (name and operation == "parameter"):
             alive[own] = lines.array(shape, rest)
             now += alive[own].nbytes
-        called = called_computations(operation, rest) if operation in RUNS else []
+        called = _called(operation, rest) if operation in _RUNS else []
         inner = (_most_held(lines, computations, x) for x in called)
         nbytes, arrays = max(inner, key=lambda x: x[0], default=(0, []))
         if now + nbytes > most:
@@ -409,8 +390,8 @@ class _Lines:
 
     def array(self, shape: str, rest: str) -> HeldArray:
         arrays = re.findall(r"\w+\[[\d,]*\]", shape)
-        most = max(map(num_shape_bytes, arrays), default=0)
-        plain = " and ".join(x for x in arrays if num_shape_bytes(x) * 10 >= most)
+        most = max(map(_num_shape_bytes, arrays), default=0)
+        plain = " and ".join(x for x in arrays if _num_shape_bytes(x) * 10 >= most)
         name = re.search(r'op_name="([^"]*)"', rest)
         origin = name[1].split(";")[0].replace("\\'", "'") if name else ""
         origin = re.sub(r"^jit\(\w+\)/(shard_map/)?", "", origin)
@@ -419,7 +400,7 @@ class _Lines:
         # JAX 0.10 states the innermost line of the user, or of Flax, with the instruction.
         stated = re.search(r'source_file="([^"]*)" source_line=(\d+)', rest)
         line = line or (f"{os.path.basename(stated[1])}:{stated[2]}" if stated else "")
-        return HeldArray(num_shape_bytes(shape), plain, origin, line)
+        return HeldArray(_num_shape_bytes(shape), plain, origin, line)
 
     def _line(self, frame: int) -> str:
         """Returns the innermost line of a stack that no library has; else the innermost one."""
