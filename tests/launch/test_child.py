@@ -1,6 +1,7 @@
 """A process that a supervisor has started: its log file, and its line to the launcher."""
 
 import sys
+from dataclasses import asdict
 
 import pytest
 
@@ -35,7 +36,7 @@ def start(tmp_path):
             log_file=str(tmp_path / "logs" / "rank0.log"),
             is_elastic=is_elastic,
         )
-        return Child(process.to_json())
+        return Child(asdict(process))
 
     return start
 

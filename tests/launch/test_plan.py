@@ -60,7 +60,7 @@ def plan(hosts, options, **launch):
 
 def test_cpu_process_in_full():
     (process,) = plan([host()], options(use_gpus=False), coordinator_address="127.0.0.1:4711")
-    assert process.to_json() == {
+    assert dataclasses.asdict(process) == {
         "rank": 0,
         "local_rank": 0,
         "host": "node1",

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import IO, Any
 
-from tnt_jax.launch.planning.facts import examine, inspect_host, read_clock
+from tnt_jax.launch.planning.facts import examine, inspect_host
 from tnt_jax.launch.processtree import (
     adopt_orphans,
     catch_signals,
@@ -335,7 +335,7 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "stop_listening": stop_listening,
     "find_reachable": find_reachable,
     "examine": examine,
-    "read_clock": read_clock,
+    "read_clock": time.time,
     "list_jobs": list_jobs,
     "end_job": end_job,
 }
@@ -364,17 +364,6 @@ class Supervisor:
         self._silence_s: float | None = None
         self._memory_kills = count_memory_kills()
         self._heard_at = self._turned_at = time.monotonic()
-        self._handlers: dict[str, Callable[[Mapping[str, Any]], None]] = {
-            "ask": self._answer,
-            "start": self._start,
-            "signal": self._forward_signal,
-            "stop": lambda message: self._stop(message["grace_s"]),
-            "member": self._pass_on,
-            "kill": self._kill,
-            "show": self._show_all,
-            "release": self._release,
-            "beat": lambda message: None,
-        }
 
     def run(self) -> None:
         """Serves the launcher until every process has ended or the launcher is gone."""
@@ -462,10 +451,11 @@ class Supervisor:
             return
         for line in self._incoming.feed(data):
             message = json.loads(line)
-            self._handlers[message["kind"]](message)
+            if message["kind"] != "beat":
+                getattr(self, f"_on_{message['kind']}")(message)
         self._heard_at = time.monotonic()
 
-    def _answer(self, message: Mapping[str, Any]) -> None:
+    def _on_ask(self, message: Mapping[str, Any]) -> None:
         """Answers a question; this may take long and blocks everything else."""
         try:
             answer = _ANSWERS[message["question"]](**message["arguments"])
@@ -473,7 +463,7 @@ class Supervisor:
         except Exception as error:  # The launcher must learn of any error.
             self._send("answer", error=f"{type(error).__name__}: {error}")
 
-    def _start(self, message: Mapping[str, Any]) -> None:
+    def _on_start(self, message: Mapping[str, Any]) -> None:
         self._started = True
         self._stays = message["stays"]
         self._silence_s = message["silence_s"]
@@ -492,34 +482,37 @@ class Supervisor:
                 self._selector.register(child.link, selectors.EVENT_READ, hear)
             self._send("started", rank=child.rank, pid=child.pid)
         if self._early is not None:
-            self._forward_signal({"signum": self._early})
+            self._on_signal({"signum": self._early})
         # After the first forks, because it makes a thread.
         if not self._beats:
             self._beats = True
             self._outbox.beat_for_ever()
 
-    def _pass_on(self, message: Mapping[str, Any]) -> None:
+    def _on_member(self, message: Mapping[str, Any]) -> None:
         for child in self._running_as(message["rank"]):
             if child.link is not None:
                 child.tell(message["message"])
 
-    def _kill(self, message: Mapping[str, Any]) -> None:
+    def _on_kill(self, message: Mapping[str, Any]) -> None:
         for child in self._running_as(message["rank"]):
             send_signal([child.pid, *descendants(child.pid)], signal.SIGKILL)
 
-    def _show_all(self, message: Mapping[str, Any]) -> None:
+    def _on_show(self, message: Mapping[str, Any]) -> None:
         for child in self._running_as(message["rank"]):
             child.shown = frozenset(("stdout", "stderr"))
 
-    def _release(self, message: Mapping[str, Any]) -> None:
+    def _on_release(self, message: Mapping[str, Any]) -> None:
         self._stays = False
 
-    def _forward_signal(self, message: Mapping[str, Any]) -> None:
+    def _on_signal(self, message: Mapping[str, Any]) -> None:
         signum = message["signum"]
         if not self._started and signum in NOTICES:
             self._early = signum
         for child in self._running():
             child.signal(signum)
+
+    def _on_stop(self, message: Mapping[str, Any]) -> None:
+        self._stop(message["grace_s"])
 
     def _stop(self, grace_s: float) -> None:
         """Asks all processes to end and sets the time at which they are killed."""

@@ -11,7 +11,6 @@ import shutil
 import socket
 import stat
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -229,11 +228,6 @@ def examine(request: Mapping[str, Any], token_file: str) -> dict[str, Any]:
         free_disk_mb=_free_mb(facts["cache_dir"]) or 0,
     )
     return asdict(found)
-
-
-def read_clock() -> float:
-    """Returns the host's clock, in seconds since 1970."""
-    return time.time()
 
 
 def _driver_version() -> str | None:

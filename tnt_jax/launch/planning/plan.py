@@ -2,8 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from tnt_jax.launch.planning.environment import Launch, process_environment
 from tnt_jax.launch.planning.facts import Facts
@@ -68,10 +67,6 @@ class Process:
     columns: int = 80
     processors: tuple[int, ...] = ()
     is_elastic: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the process as plain data."""
-        return asdict(self)
 
 
 def choose_devices(hosts: Sequence[Host], options: Options) -> Devices:

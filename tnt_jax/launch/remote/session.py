@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -205,7 +205,7 @@ class Session:
     def _start(self, connection: Connection, processes: Sequence[Process]) -> None:
         connection.send(
             "start",
-            processes=[process.to_json() for process in processes],
+            processes=[asdict(process) for process in processes],
             silence_s=HOST_TIMEOUT_S if connection.is_remote else None,
             stays=self._membership is not None,
         )
@@ -308,7 +308,8 @@ class Session:
 
     def _receive(self, connection: Connection) -> None:
         for message in connection.receive():
-            getattr(self, f"_on_{message['kind']}")(connection, message)
+            if message["kind"] != "beat":
+                getattr(self, f"_on_{message['kind']}")(connection, message)
         if connection.closed:
             self._selector.unregister(connection.stdout)
             if not connection.finished:
@@ -499,9 +500,6 @@ class Session:
         if self._caught is None:
             _logger.warning("%s was asked to end.", connection.host)
             self._end_by(message["signum"])
-
-    def _on_beat(self, connection: Connection, message: Mapping[str, Any]) -> None:
-        """Does nothing: a heartbeat only has to arrive."""
 
     def _on_done(self, connection: Connection, message: Mapping[str, Any]) -> None:
         connection.finished = True
