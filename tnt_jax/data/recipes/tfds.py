@@ -38,8 +38,7 @@ def load(
         FileNotFoundError: If the dataset is missing and cannot be prepared.
         ValueError: If the split does not exist; the text lists the existing ones.
     """
-    builder = _prepared_builder(name, data_dir, download, file_format=None)
-    _check_split(builder, split)
+    builder = _prepared_builder(name, split, data_dir, download)
     return builder.as_dataset(split=split, as_supervised=as_supervised, read_config=_read_config())
 
 
@@ -59,8 +58,7 @@ def load_own_share(
     """
     import tensorflow_datasets
 
-    builder = _prepared_builder(name, data_dir, download, file_format=None)
-    _check_split(builder, split)
+    builder = _prepared_builder(name, split, data_dir, download)
     shares = tensorflow_datasets.even_splits(split, n=runtime.get_process_count())
     own = shares[runtime.get_process_index()]
     return builder.as_dataset(split=own, as_supervised=as_supervised, read_config=_read_config())
@@ -79,8 +77,7 @@ def load_data_source(
     Raises:
         ValueError: If the dataset was prepared in another format.
     """
-    builder = _prepared_builder(name, data_dir, download, file_format="array_record")
-    _check_split(builder, split)
+    builder = _prepared_builder(name, split, data_dir, download, file_format="array_record")
     try:
         return builder.as_data_source(split=split)
     except NotImplementedError as error:
@@ -92,8 +89,13 @@ def load_data_source(
 
 
 def _prepared_builder(
-    name: Any, data_dir: str | Path | None, download: bool, file_format: str | None
+    name: Any,
+    split: str,
+    data_dir: str | Path | None,
+    download: bool,
+    file_format: str | None = None,
 ) -> Any:
+    """Returns the builder of a dataset that is there and has the split."""
     builder = _find_builder(name, data_dir, file_format)
     if download and not _is_prepared(builder) and runtime.is_master_rank():
         logger.info("Preparing %s in %s.", builder.info.full_name, builder.data_dir)
@@ -109,6 +111,13 @@ def _prepared_builder(
     if not _is_prepared(builder):
         reason = "this host does not see it" if download else "downloading is switched off"
         raise FileNotFoundError(_not_there(builder, reason))
+    known = list(builder.info.splits)
+    for part in str(split).split("+"):
+        if part.split("[")[0] not in known:
+            raise ValueError(
+                f"{builder.info.full_name} has the splits {', '.join(map(repr, known))}, but not "
+                f"{part!r}."
+            )
     return builder
 
 
@@ -150,13 +159,3 @@ def _read_config() -> Any:
     # A cache holds decoded examples: every process would decode all of them before the split. The
     # user may add one after decoding.
     return tensorflow_datasets.ReadConfig(try_autocache=False)
-
-
-def _check_split(builder: Any, split: str) -> None:
-    known = list(builder.info.splits)
-    for part in str(split).split("+"):
-        if part.split("[")[0] not in known:
-            raise ValueError(
-                f"{builder.info.full_name} has the splits {', '.join(map(repr, known))}, but not "
-                f"{part!r}."
-            )
