@@ -182,13 +182,11 @@ def empty_rows(dataset: Any) -> Any:
 
 def reshuffles(dataset: Any) -> bool:
     """Returns whether a shuffle or a stream of random numbers gives each pass its own numbers."""
-    return any(map(_reshuffles_itself, private.operations(dataset)))
-
-
-def _reshuffles_itself(operation: Any) -> bool:
-    kind = type(operation).__name__
-    return (kind == "_ShuffleDataset" and bool(read(operation, "reshuffle_each_iteration"))) or (
-        kind == "_RandomDataset" and bool(read(operation, "rerandomize"))
+    flags = {"_ShuffleDataset": "reshuffle_each_iteration", "_RandomDataset": "rerandomize"}
+    return any(
+        bool(read(operation, flags[type(operation).__name__]))
+        for operation in private.operations(dataset)
+        if type(operation).__name__ in flags
     )
 
 

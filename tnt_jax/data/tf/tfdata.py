@@ -116,23 +116,6 @@ def warn_of_parts(rank_slice: RankSlice, python_maps: list[str], disordered: lis
         )
 
 
-def warn_of_runs(differences: list[str], slowed: Sequence[str]) -> None:
-    """Warns of what breaks the promise of equal elements in every run, and of what was slowed."""
-    if differences:
-        warn_once(
-            "Training is not reproducible, because its data may differ from run to run: "
-            f"{'; '.join(differences)}. Give every operation a seed and deterministic=True, draw "
-            "with tf.random.stateless_* and a seed from the element (Dataset.enumerate), and leave "
-            "TfData's split as it is."
-        )
-    if slowed:
-        warn_once(
-            f"To be reproducible, {'; '.join(slowed)}, because in parallel the order of random "
-            "draws is not fixed. To run it in parallel, draw with tf.random.stateless_* and a seed "
-            "from the element (Dataset.enumerate)."
-        )
-
-
 if TYPE_CHECKING:
     from tnt_jax.data.layout import ReadOptions
 
@@ -353,12 +336,25 @@ class TfDataSource:
         return Rebuilt(self._dataset, False, ["the whole pipeline"], [], notes)
 
     def _warn_of_differences(self, rebuilt: Rebuilt) -> None:
+        """Warns of what breaks the promise of equal elements in every run, and what was slowed."""
         from tnt_jax.data.tf.inspection import draws_for_own_rows, run_to_run_differences
 
         differences = run_to_run_differences(rebuilt.stream)
         if self._split == "before":
             differences += draws_for_own_rows(self._dataset)
-        warn_of_runs(differences, rebuilt.slowed)
+        if differences:
+            warn_once(
+                "Training is not reproducible, because its data may differ from run to run: "
+                f"{'; '.join(differences)}. Give every operation a seed and deterministic=True, "
+                "draw with tf.random.stateless_* and a seed from the element (Dataset.enumerate), "
+                "and leave TfData's split as it is."
+            )
+        if rebuilt.slowed:
+            warn_once(
+                f"To be reproducible, {'; '.join(rebuilt.slowed)}, because in parallel the order "
+                "of random draws is not fixed. To run it in parallel, draw with "
+                "tf.random.stateless_* and a seed from the element (Dataset.enumerate)."
+            )
 
     def _why_not_early(self) -> str | None:
         if self._split == "after":
