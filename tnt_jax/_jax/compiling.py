@@ -63,11 +63,8 @@ def deterministic_options(mesh: Mesh) -> dict[str, Any]:
     """Returns the compiler options that make every run on `mesh` give the same bits."""
     # It implies xla_gpu_exclude_nondeterministic_ops, and chooses kernels by rule instead of by
     # measuring them.
-    return (
-        {"xla_gpu_deterministic_ops": True}
-        if mesh.devices.flat[0].platform in ("gpu", "cuda")
-        else {}
-    )
+    is_on_gpus = mesh.devices.flat[0].platform in ("gpu", "cuda")
+    return {"xla_gpu_deterministic_ops": True} if is_on_gpus else {}
 
 
 _PARAMETERS = (

@@ -143,11 +143,8 @@ def check_numbers(name: str, leaf: Any) -> None:
             "mask what is padding."
         )
     advice = _ADVICE.get(name, "Pass numbers.")
-    kind = (
-        "text"
-        if isinstance(example, (str, bytes))
-        else f"objects of the type {type(example).__name__}"
-    )
+    is_text = isinstance(example, (str, bytes))
+    kind = "text" if is_text else f"objects of the type {type(example).__name__}"
     raise ValueError(
         f"{name} holds {kind} (dtype {dtype}), such as {str(example)!r}, but a step computes with "
         f"numbers. {advice}"

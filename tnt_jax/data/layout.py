@@ -105,11 +105,8 @@ def num_padded_rows(num_rows: int, num_ranks: int) -> int:
 
 def num_batches(num_examples: int, global_batch_size: int, *, drop_remainder: bool = False) -> int:
     """Returns the steps of an epoch, of which an incomplete last batch is one unless dropped."""
-    return (
-        num_examples // global_batch_size
-        if drop_remainder
-        else -(-num_examples // global_batch_size)
-    )
+    full, rest = divmod(num_examples, global_batch_size)
+    return full if drop_remainder or not rest else full + 1
 
 
 def resolve_batch_size(

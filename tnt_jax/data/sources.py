@@ -165,11 +165,9 @@ class ArraySource:
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows of each global batch, from batch `start_batch` on."""
         assert self.num_examples is not None and self.num_batches is not None
-        order = (
-            np.random.default_rng((self._seed, epoch)).permutation(self.num_examples)
-            if self._shuffle
-            else None
-        )
+        order = None
+        if self._shuffle:
+            order = np.random.default_rng((self._seed, epoch)).permutation(self.num_examples)
         for start in range(start_batch * self._size, self.num_batches * self._size, self._size):
             num_rows = min(self._size, self.num_examples - start)
             rows = self._whole if num_rows == self._size else local_rows(num_rows, self._rank_slice)

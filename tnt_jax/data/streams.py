@@ -204,11 +204,8 @@ class EpochStream:
         return islice(self.epoch(epoch), batch, None)
 
     def _begin(self, epoch: int) -> Iterator[HostBatch]:
-        return (
-            self.source.batches(epoch)
-            if self.steps_per_epoch is None
-            else self._next_steps(self.steps_per_epoch)
-        )
+        steps = self.steps_per_epoch
+        return self.source.batches(epoch) if steps is None else self._next_steps(steps)
 
     def _next_steps(self, steps: int) -> Iterator[HostBatch]:
         for step in range(steps):

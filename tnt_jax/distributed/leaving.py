@@ -60,11 +60,8 @@ class PeerError(RuntimeError):
 def gist(error: BaseException) -> str:
     """Returns an error in one line; of one that quotes a traceback, that traceback's last."""
     lines = f"{type(error).__name__}: {error}".strip().splitlines()
-    line = (
-        lines[-1]
-        if any(line.startswith("Traceback") for line in lines[1:]) or "Traceback (" in lines[0]
-        else lines[0]
-    )
+    quotes = "Traceback (" in lines[0] or any(line.startswith("Traceback") for line in lines[1:])
+    line = lines[-1 if quotes else 0]
     return line if len(line) <= 200 else line[:200] + "..."
 
 

@@ -84,14 +84,11 @@ class PyDatasetSource(IterableSource):
         self._dataset.on_epoch_end()
 
     def _order(self, epoch: int, start_batch: int) -> Iterator[np.ndarray]:
-        numbers = (
-            count(start_batch) if self.num_batches is None else range(start_batch, self.num_batches)
-        )
-        order = (
-            Permutation(self.num_batches, seed=self._seed, epoch=epoch)
-            if self._shuffle and self.num_batches
-            else np.asarray
-        )
+        size = self.num_batches
+        numbers = count(start_batch) if size is None else range(start_batch, size)
+        order: Any = np.asarray
+        if self._shuffle and size:
+            order = Permutation(size, seed=self._seed, epoch=epoch)
         return (order([number]) for number in numbers)
 
 

@@ -134,12 +134,8 @@ class RandomAccessSource:
             yield self._host_batch(batch, chunk)
 
     def _index_batches(self, epoch: int, start_batch: int) -> Iterator[np.ndarray]:
-        spec = self._spec
-        order = (
-            Permutation(len(spec.dataset), seed=self._seed, epoch=epoch)
-            if spec.shuffle
-            else np.asarray
-        )
+        size, shuffles = len(self._spec.dataset), self._spec.shuffle
+        order = Permutation(size, seed=self._seed, epoch=epoch) if shuffles else np.asarray
         assert self.num_batches is not None
         assert self.global_batch_size is not None
         for batch in range(start_batch, self.num_batches):

@@ -212,17 +212,14 @@ def image_folder(path: str | Path, *, classes: list[str] | None = None) -> Any:
             f"{folder} is not a folder. Pass the folder that contains one folder of JPEG files per "
             "class."
         )
-    names = (
-        classes
-        if classes is not None
-        else sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
-    )
+    if classes is None:
+        classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     files = [
-        (file, label) for label, name in enumerate(names) for file in _jpeg_files(folder / name)
+        (file, label) for label, name in enumerate(classes) for file in _jpeg_files(folder / name)
     ]
     if not files:
         raise FileNotFoundError(
-            f"{folder} holds no JPEG files in class folders (found {len(names)} folders)."
+            f"{folder} holds no JPEG files in class folders (found {len(classes)} folders)."
         )
     paths = [str(file) for file, _ in files]
     labels = tf.constant([label for _, label in files], tf.int32)
@@ -294,13 +291,7 @@ def _or_blank(
     """Returns `(True, image)`, or `(False, zeros)` for an image that cannot be prepared."""
     one = tf.data.Dataset.from_tensors((record, number))
     image = one.map(lambda record, number: (True, prepare(record, number))).ignore_errors()
-    shape = (
-        [3, finish.size, finish.size]
-        if finish.layout == "channels_first"
-        else [finish.size, finish.size, 3]
-    )
-    return (
-        image.concatenate(tf.data.Dataset.from_tensors((False, tf.zeros(shape))))
-        .take(1)
-        .get_single_element()
-    )
+    size = [finish.size, finish.size]
+    shape = [3, *size] if finish.layout == "channels_first" else [*size, 3]
+    blank = tf.data.Dataset.from_tensors((False, tf.zeros(shape)))
+    return image.concatenate(blank).take(1).get_single_element()

@@ -39,13 +39,10 @@ class SyntheticImages:
         self._num_classes = num_classes
         generator = np.random.default_rng(seed)
         size = (min(_PATTERNS, num_examples), *shape)
-        is_float = np.issubdtype(np.dtype(dtype), np.floating)
-        values = (
-            generator.standard_normal(size, np.float32)
-            if is_float
-            else generator.integers(0, 256, size)
-        )
-        self._patterns = values.astype(dtype)
+        if np.issubdtype(np.dtype(dtype), np.floating):
+            self._patterns = generator.standard_normal(size, np.float32).astype(dtype)
+        else:
+            self._patterns = generator.integers(0, 256, size).astype(dtype)
 
     def __len__(self) -> int:
         return self._num_examples

@@ -299,12 +299,9 @@ def _is_small(spec: Any, size: int) -> bool:
 
 
 def _random_reason(dataset: Any, kinds: list[str]) -> str:
-    parallel = private.is_parallel(dataset)
-    effect = (
-        "draws in parallel, so that its results differ from run to run"
-        if parallel and not any("PyFunc" in kind for kind in kinds)
-        else "depends on how often it ran before"
-    )
+    effect = "depends on how often it ran before"
+    if private.is_parallel(dataset) and not any("PyFunc" in kind for kind in kinds):
+        effect = "draws in parallel, so that its results differ from run to run"
     return (
         f"{operation_name(dataset)} runs for all rows, because {', '.join(kinds)} {effect}; use "
         f"tf.random.stateless_* with a seed from the "

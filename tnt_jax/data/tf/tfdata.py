@@ -173,14 +173,13 @@ class TfDataSource:
         batching = inspection.batching_of(dataset)
         size: int | None = None
         if batching is None or batching.size is not None:
+            known = batching or inspection.Batching(None, False, _known(dataset.cardinality()))
             size = resolve_batch_size(
                 rank_slice,
-                batch_size=batching and batching.size,
+                batch_size=known.size,
                 micro=micro_batch_size,
-                drop_remainder=batching is not None and batching.drop_remainder,
-                num_examples=_known(dataset.cardinality())
-                if batching is None
-                else batching.num_examples,
+                drop_remainder=known.drop_remainder,
+                num_examples=known.num_examples,
             )
         self.row_order = RowOrder(inspection.seeds_of_order(dataset), is_of_rows=batching is None)
         if batching is None:

@@ -61,13 +61,9 @@ class Description(NamedTuple):
                     f"{title:8} {len(sizes):4} {kind:14} {sum(sizes):13,} bytes, largest "
                     f"{max(sizes):,}"
                 )
-        return "\n".join(
-            [
-                *lines,
-                f"asynchronous: {sum(x.is_asynchronous for x in self.compiled)} of "
-                f"{len(self.compiled)}",
-            ]
-        )
+        num_asynchronous = sum(x.is_asynchronous for x in self.compiled)
+        lines.append(f"asynchronous: {num_asynchronous} of {len(self.compiled)}")
+        return "\n".join(lines)
 
 
 def describe(trainer: Any, batch: Any) -> Description:

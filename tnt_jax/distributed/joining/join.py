@@ -44,12 +44,8 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name.startswith("MALLOC_") for name in environ):
         return False
-    chosen = (
-        (_M_MMAP_THRESHOLD, _LARGEST),
-        (_M_TRIM_THRESHOLD, _LARGEST),
-        (_M_TOP_PAD, _GROWTH_BYTES),
-    )
-    return [mallopt(name, value) for name, value in chosen] == [1, 1, 1]
+    chosen = {_M_MMAP_THRESHOLD: _LARGEST, _M_TRIM_THRESHOLD: _LARGEST, _M_TOP_PAD: _GROWTH_BYTES}
+    return [mallopt(name, value) for name, value in chosen.items()] == [1, 1, 1]
 
 
 # Seconds that JAX waits longer than tnt_jax, whose message is the clearer one.

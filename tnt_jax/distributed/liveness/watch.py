@@ -517,7 +517,7 @@ class _Watch:
         if self._stopped.is_set():
             return
         self._post(replace(note, stuck_s=stuck_s))
-        is_stuck = stuck_s >= self._early_s and bool(note.calls or note.waits or note.phase)
+        is_stuck = stuck_s >= self._early_s and _is_in_call(note)
         # The master looks for all, because its output may be the only one that is shown.
         if is_stuck or self._process == 0:
             self._judge(self._read(), stuck_s)
@@ -580,7 +580,7 @@ class _Watch:
         told = []
         for process in speaks_for:
             note = notes[process]
-            if note.stuck_s < self._early_s or not (note.calls or note.waits or note.phase):
+            if note.stuck_s < self._early_s or not _is_in_call(note):
                 self._due.pop(process, None)
                 continue
             members = note.members or range(len(notes))

@@ -70,11 +70,8 @@ def groups_of_small(
 
 def flatten(arrays: Sequence[jax.Array]) -> jax.Array:
     """Returns arrays of one dtype as one array `[total size]`."""
-    return (
-        arrays[0].reshape(-1)
-        if len(arrays) == 1
-        else jnp.concatenate([x.reshape(-1) for x in arrays])
-    )
+    parts = [x.reshape(-1) for x in arrays]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def split_like(flat: jax.Array, arrays: Sequence[Any]) -> list[jax.Array]:

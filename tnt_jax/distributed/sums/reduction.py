@@ -121,11 +121,11 @@ class Reduction:
     def resolve(self, nbytes: int) -> "Reduction":
         """Returns this reduction for a given number of bytes of gradients."""
         leaves_all = self.xla_bytes is not None and nbytes >= self.xla_bytes
-        return (
-            replace(self, threshold="xla", chained=False, xla_bytes=None)
-            if leaves_all
-            else replace(self, xla_bytes=None)
-        )
+        return self.left_to_compiler() if leaves_all else replace(self, xla_bytes=None)
+
+    def left_to_compiler(self) -> "Reduction":
+        """Returns this reduction with the threshold `"xla"`."""
+        return replace(self, threshold="xla", chained=False, xla_bytes=None)
 
     @property
     def keeps_residual(self) -> bool:
@@ -159,7 +159,7 @@ def choose_reduction(
     reduction = replace(default_reduction(platform, num_ranks), **choices)
     threshold_kb = settings.fusion_threshold_kb if threshold_kb is None else threshold_kb
     if threshold_kb == "xla":
-        reduction = replace(reduction, threshold="xla", chained=False, xla_bytes=None)
+        reduction = reduction.left_to_compiler()
     elif threshold_kb is not None:
         if isinstance(threshold_kb, (bool, str)) or threshold_kb < 0:
             raise ValueError(

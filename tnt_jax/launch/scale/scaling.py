@@ -338,14 +338,11 @@ class Scaling:
         for point in others:
             growth = point.ranks / first.ranks if self.is_weak else 1
             if abs(point.global_batch / first.global_batch / growth - 1) > _ODD_BATCH:
+                is_that = "with --strong it is then that of weak scaling."
                 return [
                     "The script makes its global batch from the number of ranks, so that it is "
                     f"{point.global_batch} on {point.ranks}: "
-                    + (
-                        "with --strong it is then that of weak scaling."
-                        if self.is_weak
-                        else "this is no strong scaling."
-                    )
+                    f"{is_that if self.is_weak else 'this is no strong scaling.'}"
                 ]
         return []
 
