@@ -70,26 +70,13 @@ def _inner_reasons(function: Any) -> Iterator[str]:
 
 read = private.parameter
 
-_KEEPS_EVERY_EXAMPLE = (
-    *MAPS,
-    "_OptionsDataset",
-    "_PrefetchDataset",
-    "CacheDataset",
-    "_ShuffleDataset",
-    "_AssertCardinalityDataset",
+_KEEPS_EVERY_EXAMPLE = frozenset(MAPS) | frozenset(
+    """_OptionsDataset _PrefetchDataset CacheDataset _ShuffleDataset
+    _AssertCardinalityDataset""".split()
 )
-_TRANSPARENT = (
-    *_KEEPS_EVERY_EXAMPLE,
-    "_TakeDataset",
-    "_SkipDataset",
-    "_RepeatDataset",
-    "_ShardDataset",
-    "_FilterDataset",
-    "_TakeWhileDataset",
-    "_ConcatenateDataset",
-    "_ZipDataset",
-    "_ScanDataset",
-    "_IgnoreErrorsDataset",
+_TRANSPARENT = _KEEPS_EVERY_EXAMPLE | frozenset(
+    """_TakeDataset _SkipDataset _RepeatDataset _ShardDataset _FilterDataset _TakeWhileDataset
+    _ConcatenateDataset _ZipDataset _ScanDataset _IgnoreErrorsDataset""".split()
 )
 
 

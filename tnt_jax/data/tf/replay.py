@@ -24,13 +24,9 @@ MAPS = ("_MapDataset", "_ParallelMapDataset")
 BATCHES = ("_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset")
 # Operations that choose, repeat or reorder elements by their position alone: they commute with any
 # map.
-INDEX_OPERATIONS = (
-    "_TakeDataset",
-    "_SkipDataset",
-    "_RepeatDataset",
-    "_ShardDataset",
-    "_ShuffleDataset",
-    "_AssertCardinalityDataset",
+INDEX_OPERATIONS = frozenset(
+    """_TakeDataset _SkipDataset _RepeatDataset _ShardDataset _ShuffleDataset
+    _AssertCardinalityDataset""".split()
 )
 
 # Operations with seeds of their own.
