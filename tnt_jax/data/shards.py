@@ -144,29 +144,20 @@ class ShardSource:
     def _host_batch(self, batch: Any, reports: list[Report], step: int) -> HostBatch:
         assert self._micro is not None
         full = self._micro * self._rank_slice.local_ranks
+        full_of = [self._micro * report.local_ranks for report in reports]
         rows_of = [
             report.num_rows[step] if step < len(report.num_rows) else 0 for report in reports
         ]
-        is_full = all(
-            rows == self._micro * report.local_ranks
-            for rows, report in zip(rows_of, reports, strict=True)
-        )
         if batch is not None and self._template is None:
             self._template = jax.tree.map(lambda x: x[:1], batch)
         num_rows = 0 if batch is None else common_length(batch)
         source = self._template if batch is None else batch
         indices = np.minimum(np.arange(full), max(num_rows - 1, 0))
         data = batch if num_rows == full else jax.tree.map(lambda x: x[indices], source)
-        mask = None if is_full else (np.arange(full) < num_rows).astype(np.float32)
-        return HostBatch(data, mask, sum(rows_of), self._real_rows(reports, rows_of))
-
-    def _real_rows(self, reports: list[Report], rows_of: list[int]) -> tuple[slice, ...]:
-        """Returns where the real rows of each process stand among all rows of a step."""
-        assert self._micro is not None
-        firsts = np.cumsum([0, *(self._micro * report.local_ranks for report in reports)]).tolist()
-        return tuple(
-            slice(first, first + rows) for first, rows in zip(firsts, rows_of, strict=False)
-        )
+        mask = None if rows_of == full_of else (np.arange(full) < num_rows).astype(np.float32)
+        firsts = np.cumsum([0, *full_of]).tolist()
+        real = tuple(slice(first, first + n) for first, n in zip(firsts, rows_of, strict=False))
+        return HostBatch(data, mask, sum(rows_of), real)
 
     def _longest(self) -> int | None:
         """Agrees on the number of steps before the epoch, if every shard knows its length."""
