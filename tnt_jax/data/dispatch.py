@@ -20,6 +20,7 @@ from tnt_jax.data.sources import (
     IterableSource,
     Source,
     array_source,
+    given_batch_size,
     gives_batches,
     is_grain_map_dataset,
     num_shards,
@@ -115,14 +116,8 @@ def _warn_of_own_shards() -> None:
 def gives_examples(x: Any) -> bool:
     """Returns whether `x` gives examples by index, as TFDS, Grain and PyTorch datasets do."""
     has_items = hasattr(x, "__len__") and hasattr(x, "__getitem__")
-    if (
-        not has_items
-        or isinstance(x, (list, tuple, Mapping, str))
-        or is_py_dataset(x)
-        or is_tf_dataset(x)
-    ):
-        return False
-    return not (is_grain_map_dataset(x) and gives_batches(x))
+    is_other = isinstance(x, (list, tuple, Mapping, str)) or is_py_dataset(x) or is_tf_dataset(x)
+    return has_items and not is_other and not (is_grain_map_dataset(x) and gives_batches(x))
 
 
 def _check_distributed(what: str, options: ReadOptions) -> None:
@@ -138,12 +133,8 @@ def _random_access_source(x: Any, options: ReadOptions) -> Source:
     if is_hugging_face(x, "Dataset"):
         x = columns(x)
     if not isinstance(x, RandomAccess):
-        default = (
-            None
-            if options.batch_size is not None or options.micro_batch_size is not None
-            else max(DEFAULT_BATCH_SIZE, options.rank_slice.num_ranks)
-        )
-        x = RandomAccess(x, batch_size=default, shuffle=options.shuffle, seed=options.seed)
+        size = given_batch_size(options)
+        x = RandomAccess(x, batch_size=size, shuffle=options.shuffle, seed=options.seed)
     x = _with_arguments(x, options)
     return RandomAccessSource(x, options.rank_slice, micro_batch_size=options.micro_batch_size)
 

@@ -305,15 +305,12 @@ def announced_batch(
 def array_source(x: Any, y: Any, sample_weight: Any, options: ReadOptions) -> ArraySource:
     """Returns a source of global batches of arrays; see `tnt_jax.data.dispatch.as_source`."""
     arrays = (_as_arrays(x), _as_arrays(y), _as_arrays(sample_weight))
-    num_examples = common_length(arrays)
-    micro = options.micro_batch_size
-    default = None if micro is not None else max(DEFAULT_BATCH_SIZE, options.rank_slice.num_ranks)
     size = resolve_batch_size(
         options.rank_slice,
-        batch_size=options.batch_size if options.batch_size is not None else default,
-        micro=micro,
+        batch_size=given_batch_size(options),
+        micro=options.micro_batch_size,
         drop_remainder=options.drop_remainder,
-        num_examples=num_examples,
+        num_examples=common_length(arrays),
     )
     if not options.distribute:
         raise ValueError(
@@ -328,6 +325,13 @@ def array_source(x: Any, y: Any, sample_weight: Any, options: ReadOptions) -> Ar
         seed=options.seed,
         drop_remainder=options.drop_remainder,
     )
+
+
+def given_batch_size(options: ReadOptions) -> int | None:
+    """Returns the batch size for rows: the given one, else 32; None if it is that of a rank."""
+    if options.batch_size is not None or options.micro_batch_size is not None:
+        return options.batch_size
+    return max(DEFAULT_BATCH_SIZE, options.rank_slice.num_ranks)
 
 
 def _as_arrays(x: Any) -> Any:
