@@ -87,10 +87,4 @@ def _is_unseeded(node: Any, constants: dict[str, Any]) -> bool:
         seeds = [constants.get(name.split(":")[0]) for name in node.input[-4:]]
         values = [c.attr["value"].tensor for c in seeds if c is not None and "seed" in c.name]
         return bool(values) and all(not any(value.int64_val) for value in values)
-    attributes = node.attr
-    return (
-        "seed" in attributes
-        and "seed2" in attributes
-        and attributes["seed"].i == 0
-        and attributes["seed2"].i == 0
-    )
+    return all(name in node.attr and node.attr[name].i == 0 for name in ("seed", "seed2"))

@@ -20,6 +20,7 @@ from tnt_jax.data.tf.replay import (
     draws_in_parallel,
     is_unseeded_source_of_order,
     operation_name,
+    pair_of_seeds,
 )
 from tnt_jax.log import logger
 
@@ -198,5 +199,5 @@ def _seeds_of_order(dataset: Any) -> list[int]:
     if is_unseeded_source_of_order(dataset):
         own = [seed_of_unseeded()]
     elif type(dataset).__name__ == "_ShuffleDataset":
-        own = [int(read(dataset, name)) for name in ("seed", "seed2")]
+        own = [*pair_of_seeds(dataset)]
     return own + [seed for each in private.inputs(dataset) for seed in _seeds_of_order(each)]

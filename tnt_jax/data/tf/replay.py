@@ -219,22 +219,20 @@ def _kinds(dataset: Any, found_in: Callable[[Any], list[str]]) -> list[str]:
 
 def is_unseeded_source_of_order(dataset: Any) -> bool:
     """Returns whether a shuffle or random stream has no seed: each process would draw one."""
-    return (
-        type(dataset).__name__ in _ORDERS
-        and int(read(dataset, "seed")) == 0
-        and int(read(dataset, "seed2")) == 0
-    )
+    return type(dataset).__name__ in _ORDERS and pair_of_seeds(dataset) == (0, 0)
+
+
+def pair_of_seeds(operation: Any) -> tuple[int, int]:
+    """Returns the seeds of a shuffle or random stream: the global one, and its own."""
+    return int(read(operation, "seed")), int(read(operation, "seed2"))
 
 
 def _with_seed(operation: Any, make: Callable[[int], Any]) -> Any:
     """Returns `make(seed)` with the pair of seeds of `operation`, or of `seed_of_unseeded()`."""
-    unseeded = is_unseeded_source_of_order(operation)
-    # An operation's pair is the global seed, or this constant without one, and its own.
-    pair = (
-        (private.DEFAULT_GRAPH_SEED, seed_of_unseeded())
-        if unseeded
-        else (int(read(operation, "seed")), int(read(operation, "seed2")))
-    )
+    pair = pair_of_seeds(operation)
+    if pair == (0, 0):
+        # Without a global seed, TensorFlow notes this constant.
+        pair = (private.DEFAULT_GRAPH_SEED, seed_of_unseeded())
     with private.global_seed(pair[0]):
         return make(pair[1])
 
