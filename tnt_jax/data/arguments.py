@@ -53,16 +53,11 @@ def is_taken_apart(x: Any, y: Any, sample_weight: Any) -> bool:
     It must be a tuple or list of two or three arrays. A tuple or list that holds only tuples or
     dicts is a stream of batches.
     """
-    if (
-        y is not None
-        or sample_weight is not None
-        or not isinstance(x, (tuple, list))
-        or not 2 <= len(x) <= 3
-    ):
+    if y is not None or sample_weight is not None or not isinstance(x, (tuple, list)):
         return False
-    return all(map(is_arrays, x)) and not all(
-        isinstance(part, (tuple, Mapping, int, float)) for part in x
-    )
+    kinds_in_streams = (tuple, Mapping, int, float)
+    are_parts = 2 <= len(x) <= 3 and all(map(is_arrays, x))
+    return are_parts and not all(isinstance(part, kinds_in_streams) for part in x)
 
 
 def is_tf_dataset(x: Any) -> bool:

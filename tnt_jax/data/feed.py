@@ -86,12 +86,9 @@ def make_put(mesh: Mesh, *, stacked: bool = False) -> Callable[[Any], Any]:
     local_ranks, num_ranks = len(_jax.local_ranks(mesh)), _jax.num_ranks(mesh)
 
     def put(x: np.ndarray) -> jax.Array:
-        shape = (
-            *x.shape[:row_dim],
-            x.shape[row_dim] // local_ranks * num_ranks,
-            *x.shape[row_dim + 1 :],
-        )
-        return jax.make_array_from_process_local_data(sharding, x, shape)
+        shape = [*x.shape]
+        shape[row_dim] = shape[row_dim] // local_ranks * num_ranks
+        return jax.make_array_from_process_local_data(sharding, x, tuple(shape))
 
     return lambda tree: jax.tree.map(put, tree)
 

@@ -70,13 +70,8 @@ class TokenBatchSource:
     in_memory = False
 
     def __init__(self, spec: TokenBatches, rank_slice: RankSlice) -> None:
-        lengths = np.array(
-            [
-                max(len(s), len(t))
-                for s, t in zip(spec.pairs.sources, spec.pairs.targets, strict=True)
-            ],
-            np.int64,
-        )
+        pairs = zip(spec.pairs.sources, spec.pairs.targets, strict=True)
+        lengths = np.array([max(map(len, pair)) for pair in pairs], np.int64)
         if not len(lengths):
             raise ValueError("There are no pairs to batch.")
         self.buckets = np.array(
