@@ -331,7 +331,7 @@ class Membership:
                 time.sleep(0.02)
         jax.distributed.shutdown()
 
-    def leave_after(self, thread: threading.Thread, what: str) -> None:
+    def leave_after(self, thread: threading.Thread) -> None:
         """Leaves the job when a thread that trains, beside others in the process, has ended."""
         if thread is threading.main_thread():
             return
@@ -339,7 +339,7 @@ class Membership:
         def leave() -> None:
             thread.join()
             # Its end may be an exception, which the others must not take for success.
-            self.shut_down_by = (None, what)
+            self.shut_down_by = (None, "the end of its training function")
             end_job_state()
 
         threading.Thread(target=leave, name="tnt_jax-end", daemon=True).start()

@@ -246,36 +246,32 @@ def gather(
     arrays may differ in their leading dimensions; processes that have joined may be without values.
     If structure, shapes or dtypes differ, all raise a ValueError that names processes and path.
     """
-    error = problem
-    paths = []
-    leaves = []
-    try:
-        if error is None:
+    paths, leaves, error = [], [], problem
+    if error is None:
+        try:
             paths, leaves = _as_arrays(call, tree, check, is_ragged)
-    except Exception as raised:  # Raised below, so that the other processes do not wait.
-        error = raised
-        paths, leaves = [], []
+        except Exception as raised:  # Raised below, so that the other processes do not wait.
+            error = raised
     structure = jax.tree.structure(tree)
-    types = [_type_of(leaf, is_ragged) for leaf in leaves]
+    named = zip(paths, leaves, strict=True)
     description = [
         # Functions and objects in it print where they lie in the memory of a process.
         re.sub(r" at 0x[0-9a-f]+", "", str(structure)),
-        *(f"{path} is {kind}" for path, kind in zip(paths, types, strict=True)),
+        *(f"{path} is {_type_of(leaf, is_ragged)}" for path, leaf in named),
     ]
-    is_small = sum(leaf.nbytes for leaf in leaves) <= _small_bytes(len(members))
+    values = None
+    if sum(leaf.nbytes for leaf in leaves) <= _small_bytes(len(members)):
+        values = base64.b64encode(b"".join(leaf.tobytes() for leaf in leaves)).decode()
     told = {
         "error": "" if error is None else f"{type(error).__name__}: {error}",
         "digest": hashlib.sha256(json.dumps(description).encode()).hexdigest(),
         "total": starts([leaf.nbytes for leaf in leaves], ALIGNMENT)[-1],
         "rows": [len(leaf) for leaf in leaves] if is_ragged else None,
-        "values": base64.b64encode(b"".join(leaf.tobytes() for leaf in leaves)).decode()
-        if is_small
-        else None,
+        "values": values,
     }
     role: Role = "joinable" if is_joinable else "alone"
-    entries = [
-        json.loads(text) for text in meet(call, json.dumps(told), members=members, role=role)
-    ]
+    texts = meet(call, json.dumps(told), members=members, role=role)
+    entries = [json.loads(text) for text in texts]
     present = agree_on_exchange(call, entries, members, error=error, description=description)
     gathered = [entries[position] for position in present]
     return Gathered(

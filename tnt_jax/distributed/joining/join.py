@@ -175,7 +175,7 @@ def _take_part(job: Job, settings: Settings, *, disconnects: bool = True) -> str
     if link() is None:
         membership.watch()
     if job.source == RAY_TRAIN:
-        membership.leave_after(threading.current_thread(), "the end of its training function")
+        membership.leave_after(threading.current_thread())
     num_here = sum(machine == here for machine, _, _ in hosts)
     name = hashlib.sha256(f"{here} {job.coordinator_address}".encode()).hexdigest()[:16]
     return name if num_here > 1 else None

@@ -247,12 +247,8 @@ def log_start_phase(phase: str) -> None:
 
 def _choose_devices(indices: Sequence[int] | None) -> list[Any]:
     """Returns the devices of the job, process by process; of this process's, those at `indices`."""
-    own = jax.local_devices()
-    if indices is None:
-        chosen = [device.id for device in own]
-    else:
-        chosen = [own[index].id for index in _checked_indices(indices, len(own))]
-    wanted = set(_gather_ids(chosen))
+    own = [device.id for device in jax.local_devices()]
+    wanted = set(_gather_ids(own if indices is None else _chosen_ids(indices)))
     # Sorted by process and then by id, so that the ranks of a process are neighbours on the mesh.
     return [
         d for d in sorted(jax.devices(), key=lambda d: (d.process_index, d.id)) if d.id in wanted

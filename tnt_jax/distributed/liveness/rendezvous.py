@@ -166,7 +166,10 @@ def meet(
     if len(together) == 1:
         return [text]
     check_not_alone(call)
-    number = _next_meeting(together)
+    number = _numbers.get()[together]
+    _numbers.get()[together] += 1
+    if len(together) == jax.process_count():
+        phases.here().meetings = number + 1
     with phases.among(() if members is None else together):
         found = _exchange(
             together, number, call, json.dumps([call, phases.here().calls, text, role]), timeout_s
@@ -188,13 +191,6 @@ def meet(
             "all_gather_rows alone."
         )
     return [text for _, _, text, _ in meant.values()]
-
-
-def _next_meeting(together: tuple[int, ...]) -> int:
-    _numbers.get()[together] += 1
-    if len(together) == jax.process_count():
-        phases.here().meetings = _numbers.get()[together]
-    return _numbers.get()[together] - 1
 
 
 def _exchange(
