@@ -92,12 +92,9 @@ def own_devices(
     visible = count_gpus(environ)
     if visible <= 1 or (gpus_on_node is not None and visible < gpus_on_node):
         return None
-    if visible < local_size:
-        # More processes than GPUs: neighbours share one (jax#29669).
-        return (local_rank * visible // local_size,)
-    return tuple(
-        range(local_rank * visible // local_size, (local_rank + 1) * visible // local_size)
-    )
+    first, end = (number * visible // local_size for number in (local_rank, local_rank + 1))
+    # With more processes than GPUs neighbours share one (jax#29669).
+    return tuple(range(first, max(end, first + 1)))
 
 
 # TensorFlow's own order: the chief, once called master, comes first.

@@ -81,7 +81,7 @@ def reserve(
     `fewest` processes are enough if there is no room for more; None for all. Each has a GPU, if
     that is wanted and the cluster has as many. `tell` is given a text if it takes long.
     """
-    has_gpus = use_gpus and _total(ray, "GPU") >= (fewest or count)
+    has_gpus = use_gpus and ray.cluster_resources().get("GPU", 0) >= (fewest or count)
     bundle = {"CPU": 1, "GPU": 1} if has_gpus else {"CPU": 1}
     while True:
         group = _await_group(ray, bundle, count, fewest or count, tell)
@@ -170,10 +170,6 @@ def _room(ray: Any, bundle: dict[str, int]) -> int:
         int(min(resources.get(name, 0) // amount for name, amount in bundle.items()))
         for resources in free.values()
     )
-
-
-def _total(ray: Any, resource: str) -> float:
-    return ray.cluster_resources().get(resource, 0)
 
 
 def _names(ray: Any) -> dict[str, str]:

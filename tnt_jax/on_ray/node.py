@@ -46,8 +46,7 @@ class Program:
         """Writes to the standard input of the program of that start; no data close it."""
         if start != self._starts:
             return
-        assert self._popen is not None
-        assert self._popen.stdin is not None
+        assert self._popen is not None and self._popen.stdin is not None
         stdin = self._popen.stdin
         try:
             if data:
