@@ -463,11 +463,10 @@ def shown_environment(environ: Mapping[str, str]) -> dict[str, str]:
     of_clusters = {
         name: value for name, value in environ.items() if name.startswith(_PREFIXES_OF_CLUSTERS)
     }
-    chosen = carried_environment(environ) | of_clusters
-    chosen = {name: value for name, value in chosen.items() if not name.startswith(_OF_TERRAFORM)}
     return {
         name: _HIDDEN if _SECRET.search(name) else _without_secrets(value, environ.get("HOME", ""))
-        for name, value in sorted(chosen.items())
+        for name, value in sorted((carried_environment(environ) | of_clusters).items())
+        if not name.startswith(_OF_TERRAFORM)
     }
 
 

@@ -53,8 +53,8 @@ def scaling(
         *(["--weak"] if weak else []),
         *options,
     ]
-    line = [os.fspath(script), *arguments]
-    return Scaling.from_json(_result_of("scale", words, line, RESULTS, what="measured"))
+    line = [*words, "--", os.fspath(script), *arguments]
+    return Scaling.from_json(_result_of("scale", line, RESULTS, what="measured"))
 
 
 def verify(
@@ -84,9 +84,8 @@ def verify(
         RuntimeError: If nothing was compared; the message has the end of what the command said.
     """
     words = ["--ranks", *map(str, ranks), "--steps", str(steps), *options]
-    line = [os.fspath(script), *arguments]
-    text = _result_of("verify", words, line, what="compared", option="--receipt")
-    return Receipt.from_json(text)
+    line = [*words, "--", os.fspath(script), *arguments]
+    return Receipt.from_json(_result_of("verify", line, what="compared", option="--receipt"))
 
 
 def explain(
@@ -116,18 +115,12 @@ def explain(
         RuntimeError: If nothing was measured; the message has the end of what the command said.
     """
     words = ["--steps", str(steps), "--rounds", str(rounds), *options]
-    line = [os.fspath(script), *arguments]
-    return Explanation.from_json(_result_of("explain", words, line, EXPLANATION, what="measured"))
+    line = [*words, "--", os.fspath(script), *arguments]
+    return Explanation.from_json(_result_of("explain", line, EXPLANATION, what="measured"))
 
 
 def _result_of(
-    command: str,
-    words: Sequence[str],
-    script: Sequence[str],
-    name: str = "",
-    *,
-    what: str,
-    option: str = "--output",
+    command: str, words: Sequence[str], name: str = "", *, what: str, option: str = "--output"
 ) -> str:
     """Runs a command of `tnt-jax` on a script, and returns the text of the file that it writes.
 
@@ -137,7 +130,7 @@ def _result_of(
     with tempfile.TemporaryDirectory(prefix=f"tnt-jax-{command}-") as folder:
         place = Path(folder, "results")
         launcher = [sys.executable, "-m", "tnt_jax.launch", command, option, str(place)]
-        errors = _run([*launcher, *words, "--", *script])
+        errors = _run([*launcher, *words])
         if not (place / name).exists():
             raise RuntimeError(f"Nothing was {what}:\n{errors[-_LAST_CHARACTERS:].strip()}")
         return (place / name).read_text()
