@@ -116,10 +116,8 @@ def _key_of(computation: Any, compile_options: Any, backend: Any, processor: str
 
 @contextmanager
 def _turn(cache: Any, key: str, name: str) -> Iterator[None]:
-    """Lets one process in, and when it has left all that came meanwhile.
-
-    The kernel opens the lock of a process that dies. Where files cannot be locked, all come in.
-    """
+    """Lets one process in, and when it has left all that came meanwhile."""
+    # The kernel opens the lock of a process that dies. Where files cannot be locked, all come in.
     file, is_first = None, False
     with suppress(OSError, TypeError):  # The folder may be one of a web service.
         path = cache._path / f"{key}.{name}.turn"

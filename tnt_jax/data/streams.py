@@ -81,10 +81,8 @@ def _num_alike(reports: list[Report]) -> int:
 def _check_next(
     reports: list[Report], num_alike: int, where: str, step: int, error: Exception | None
 ) -> None:
-    """Raises on all processes unless all can continue after the batches that agree.
-
-    A process that has reported neither a further batch nor the end is not known yet.
-    """
+    """Raises on all processes unless all can continue after the batches that agree."""
+    # A process that has reported neither a further batch nor the end is not known yet.
     next_of: dict[int, Any] = {
         p: r.batches[num_alike] for p, r in enumerate(reports) if len(r.batches) > num_alike
     }

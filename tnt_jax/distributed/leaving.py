@@ -181,12 +181,9 @@ class Membership:
         return table.notices(self.client)
 
     def _cause(self) -> ExitNotice | None:
-        """Returns another process's notice that no other notice caused, or None.
-
-        A failure is preferred. While this process waits among some processes alone, an orderly end
-        of another is no cause.
-        """
+        """Returns another process's notice that no other one caused, a failure first; or None."""
         self._report_lost()
+        # While this process waits among some processes alone, an orderly end of another is none.
         causes = [
             item
             for item in self._notices()
@@ -420,11 +417,9 @@ class Membership:
         os._exit(code)
 
     def _disconnect(self) -> None:
-        """Leaves the coordination service; process 0 leaves after all others.
-
-        The end of the service aborts every process that is still connected.
-        """
+        """Leaves the coordination service; process 0 leaves after all others."""
         if self.process == 0:
+            # The end of the service aborts every process that is still connected.
             self._wait_for_others(_NOTICE_S)
             time.sleep(_DISCONNECTION_GRACE_S)
         else:

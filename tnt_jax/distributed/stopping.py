@@ -100,11 +100,9 @@ class StopSignals:
         os.close(self._write_fd)
 
     def _handle(self, signum: int, frame: Any) -> None:
-        """Reports a signal of which the thread has not been told.
-
-        Its byte has gone to another's pipe, such as that of an event loop, or a handler of the
-        script calls this one.
-        """
+        """Reports a signal of which the thread has not been told."""
+        # Its byte has gone to another's pipe, such as that of an event loop, or a handler of the
+        # script calls this one.
         current = self._set_wakeup(-1)
         self._set_wakeup(current)
         if current != self._write_fd or signal.getsignal(signum) != self._handle:
@@ -144,10 +142,8 @@ def _is_free(signum: int) -> bool:
 
 
 def _forget(parent: StopSignals | None) -> None:
-    """Lets a process that os.fork has made, such as one that loads data, take signals as before.
-
-    It shares the pipe: a signal to it would count as one to its parent.
-    """
+    """Lets a process that os.fork has made, such as one that loads data, take signals as before."""
+    # It shares the pipe: a signal to it would count as one to its parent.
     if parent is not None:
         parent.restore()
 

@@ -151,10 +151,8 @@ def add(name: str, category: str, start_ns: int, **arguments: Any) -> None:
 
 
 def _note_span(event: str, start_time: float, end_time: float, **_: Any) -> None:
-    """Records what JAX says it has just done, if it was to trace, lower or compile a program.
-
-    JAX takes both times itself, so a thread that is interrupted on its way here shifts nothing.
-    """
+    """Records what JAX says it has just done, if it was to trace, lower or compile a program."""
+    # JAX takes both times itself, so a thread that is interrupted on its way here shifts nothing.
     timeline = _timeline.get()
     if timeline is not None and event.startswith("/jax/core/compile/"):
         name = event.rsplit("/", 1)[1].removesuffix("_duration")

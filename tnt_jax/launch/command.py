@@ -106,10 +106,8 @@ def _refuse_what_only_all_can(job: Job, options: Options) -> None:
 
 
 def _become_task(job: Job, options: Options, environ: Mapping[str, str]) -> None:
-    """Replaces this program by the script, as one process of the cluster's job.
-
-    The cluster shows the output, passes on signals and ends the other tasks when one fails.
-    """
+    """Replaces this program by the script, as one process of the cluster's job."""
+    # The cluster shows the output, passes on signals and ends the other tasks when one fails.
     cwd = os.getcwd()
     interpreter = options.interpreter[0] if options.interpreter else ""
     facts = Facts.from_json(inspect_host(cwd, options.script, interpreter, environ))

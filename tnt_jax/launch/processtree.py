@@ -93,11 +93,9 @@ def kill_descendants(pid: int) -> list[int]:
 
 
 def _await_end(find: Callable[[], list[int]], *, kill: bool) -> list[int]:
-    """Waits until no process is found, and returns those still there after five seconds.
-
-    A process can start another while it is being killed, and a process in an uninterruptible system
-    call dies late, so the list is read again until it is empty.
-    """
+    """Waits until no process is found, and returns those still there after five seconds."""
+    # A process can start another while it is being killed, and a process in an uninterruptible
+    # system call dies late, so the list is read again until it is empty.
     deadline = time.monotonic() + _PATIENCE_S
     while (left := find()) and time.monotonic() < deadline:
         if kill:

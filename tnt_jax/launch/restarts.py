@@ -165,17 +165,14 @@ def run_on_hosts_left(attempt: Attempt, min_hosts: int | None, run: Run) -> Endi
 
 @contextmanager
 def _raising_on_signals() -> Iterator[None]:
-    """Ends the launcher at a signal that comes while no session handles signals.
-
-    Ctrl-C raises KeyboardInterrupt, also where the launcher was started with SIGINT ignored:
-    sessions handle it there, too.
-    """
+    """Ends the launcher at a signal that comes while no session handles signals."""
 
     def end(signum: int, frame: FrameType | None) -> None:
         raise _Signalled
 
     taken = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
     previous = {signum: signal.signal(signum, end) for signum in taken}
+    # Also where the launcher was started with SIGINT ignored: sessions handle it there, too.
     previous[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

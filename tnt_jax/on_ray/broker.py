@@ -258,10 +258,7 @@ def connect(ray: Any, address: str, give_up: Callable[[str], NoReturn]) -> None:
 
 
 def _end_with_launcher(folder: str) -> None:
-    """Ends this process with the launcher, or when that frees the nodes.
-
-    Ray then removes what belongs to this driver.
-    """
+    """Ends this process with the launcher, or when that frees the nodes."""
     while os.read(0, 1 << 12):
         continue
     _end(folder, 0)

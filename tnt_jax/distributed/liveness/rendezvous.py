@@ -133,10 +133,8 @@ def _in_call() -> Iterator[None]:
 
 @atexit.register
 def _end_waiting() -> None:
-    """Ends the threads that wait for other processes when the script ends.
-
-    A call to the service that is cut short aborts the process.
-    """
+    """Ends the threads that wait for other processes when the script ends."""
+    # A call to the service that is cut short aborts the process.
     _is_ending.set()
     deadline = time.monotonic() + 3 * _CHECK_S
     while _waiting_threads and time.monotonic() < deadline:
@@ -238,11 +236,9 @@ def _exchange(
 
 
 def _raise_if_elsewhere(together: tuple[int, ...], number: int, call: str) -> None:
-    """Raises a RuntimeError, on all concerned, if another process waits for this one elsewhere.
-
-    Where process sets differ, two processes can wait for each other in different meetings. The one
-    in the smaller meeting then goes to the other, where calls are compared.
-    """
+    """Raises a RuntimeError, on all concerned, if another process waits for this one elsewhere."""
+    # Where process sets differ, two processes can wait for each other in different meetings. The
+    # one in the smaller meeting then goes to the other, where calls are compared.
     process = jax.process_index()
     everybody = tuple(range(jax.process_count()))
     for key, _ in _jax.coordination_client().key_value_dir_get(_KEY):

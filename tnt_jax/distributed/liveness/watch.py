@@ -125,10 +125,8 @@ def limit_s(note: Note, timeout_s: float) -> float:
 
 
 def _silence_limit_s(note: Note, timeout_s: float) -> float:
-    """Returns the same for a process that posts nothing: only what holds Python's lock is silent.
-
-    Compilation and programs of several steps do not; within a call the note may be outdated.
-    """
+    """Returns it for a process that posts nothing: only what holds Python's lock is silent."""
+    # Compilation and programs of several steps do not; within a call the note may be outdated.
     does_as_it_likes = note.phase == "save" or not (note.phase or note.calls)
     return limit_s(note, timeout_s) if does_as_it_likes else note.limit_s or timeout_s
 

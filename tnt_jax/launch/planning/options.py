@@ -73,10 +73,7 @@ def _save_freq(text: str) -> str:
 
 
 def _option(metavar: str | None, help: str, *, default: Any = None, **settings: Any) -> Any:
-    """Returns a field that an option sets: that of the same name, or `flags`.
-
-    The other settings are those of `add_argument`.
-    """
+    """Returns a field that an option sets, by its own name or `flags`, as of `add_argument`."""
     return field(default=default, metadata={"metavar": metavar, "help": help, **settings})
 
 

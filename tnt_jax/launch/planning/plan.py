@@ -229,11 +229,9 @@ def _pinning(host: Host, local_rank: int, count: int, options: Options) -> tuple
 
 
 def _own_processors(host: Host, local_rank: int, count: int) -> tuple[int, ...]:
-    """Returns a process's share of the processors; none if they cannot be shared evenly.
-
-    Elsewhere the threads of one process hold up the other, on whose processor they come to run
-    (benchmarks/scaling.py).
-    """
+    """Returns a process's share of the processors; none if they cannot be shared evenly."""
+    # Elsewhere the threads of one process hold up the other, on whose processor they come to run
+    # (benchmarks/scaling.py).
     processors = host.facts.processors
     share, rest = divmod(len(processors), count)
     if count == 1 or rest:

@@ -282,13 +282,11 @@ class Session:
         self._give_up_at = time.monotonic() + grace_s + HOST_TIMEOUT_S
 
     def _fail(self, exit_code: int, report: str) -> None:
-        """Records a failure: the first one decides the exit code, later ones are consequences.
-
-        Two processes that fail together are seen in any order, and the second may hold the reason,
-        so a few failures are reported in full.
-        """
+        """Records a failure: the first one decides the exit code, later ones are consequences."""
         self._failures += 1
         if self._exit_code:
+            # Two processes that fail together are seen in any order, and the second may hold the
+            # reason, so a few failures are reported in full.
             if self._caught is None and self._failures <= _MOST_REPORTS:
                 say(report)
             return
