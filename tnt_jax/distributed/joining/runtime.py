@@ -248,29 +248,15 @@ def log_start_phase(phase: str) -> None:
 def _choose_devices(indices: Sequence[int] | None) -> list[Any]:
     """Returns the devices of the job, process by process; of this process's, those at `indices`."""
     own = [device.id for device in jax.local_devices()]
-    wanted = set(_gather_ids(own if indices is None else _chosen_ids(indices)))
+    wanted = set(own if indices is None else _chosen_ids(indices))
+    if jax.process_count() > 1:
+        text, process = ",".join(map(str, wanted)), jax.process_index()
+        lists = table.exchange("devices", text, process, jax.process_count(), timeout_s=300)
+        wanted = {int(part) for text in lists for part in text.split(",")}
     # Sorted by process and then by id, so that the ranks of a process are neighbours on the mesh.
     return [
         d for d in sorted(jax.devices(), key=lambda d: (d.process_index, d.id)) if d.id in wanted
     ]
-
-
-def _checked_indices(indices: Sequence[int], available: int) -> Sequence[int]:
-    are_distinct = indices and len(set(indices)) == len(indices)
-    if not are_distinct or not all(0 <= index < available for index in indices):
-        raise ValueError(
-            f"devices must be distinct indices from 0 to {available - 1} into this process's "
-            f"{available} local device(s), but is {list(indices)}."
-        )
-    return indices
-
-
-def _gather_ids(own: list[int]) -> list[int]:
-    if jax.process_count() == 1:
-        return own
-    text = ",".join(map(str, own))
-    lists = table.exchange("devices", text, jax.process_index(), jax.process_count(), timeout_s=300)
-    return [int(part) for text in lists for part in text.split(",")]
 
 
 def _own_device_ids(runtime: Runtime) -> list[int]:
@@ -280,4 +266,10 @@ def _own_device_ids(runtime: Runtime) -> list[int]:
 
 def _chosen_ids(indices: Sequence[int]) -> list[int]:
     own = jax.local_devices()
-    return sorted(own[index].id for index in _checked_indices(indices, len(own)))
+    are_distinct = indices and len(set(indices)) == len(indices)
+    if not are_distinct or not all(0 <= index < len(own) for index in indices):
+        raise ValueError(
+            f"devices must be distinct indices from 0 to {len(own) - 1} into this process's "
+            f"{len(own)} local device(s), but is {list(indices)}."
+        )
+    return sorted(own[index].id for index in indices)
