@@ -177,7 +177,10 @@ def _find(cache: Any, key: str, load: Callable[[bytes], Any]) -> Any:
         raise
     except Exception as error:
         _report(f"The kept program {key} cannot be read, and is compiled again", error)
-        _remove(cache, key)
+        try:
+            _file(cache, key).unlink(missing_ok=True)  # JAX would not overwrite it.
+        except OSError as reason:
+            _report(f"The kept program {key} cannot be removed", reason)
         return None
     took_s = time.monotonic() - begin
     saved_s = int.from_bytes(content[:4], "big") - took_s
@@ -231,14 +234,6 @@ def _write(cache: Any, key: str, entry: bytes) -> None:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def _remove(cache: Any, key: str) -> None:
-    """Removes a file that JAX would not overwrite."""
-    try:
-        _file(cache, key).unlink(missing_ok=True)
-    except OSError as error:
-        _report(f"The kept program {key} cannot be removed", error)
 
 
 def _report(what: str, error: Exception) -> None:

@@ -92,7 +92,8 @@ class RayStorage:
 
         Checkpoints are folders below `folder`; what Ray stores is a copy, made in the background.
         """
-        linked = self._link(checkpoints) if checkpoints and self._leads else None
+        leads = self._worker is None or self._worker.rank == 0
+        linked = self._link(checkpoints) if checkpoints and leads else None
         ray_train = import_ray("RayReport", "ray.train")
         checkpoint = None if linked is None else ray_train.Checkpoint.from_directory(linked)
         if self._worker is None:
@@ -121,10 +122,6 @@ class RayStorage:
         self.is_over = True
         if self._claim is not None:
             self._claim.remove()
-
-    @property
-    def _leads(self) -> bool:
-        return self._worker is None or self._worker.rank == 0
 
     def _link(self, checkpoints: Sequence[str]) -> Path:
         """Returns a folder with links to the files of checkpoints, which later ones replace."""

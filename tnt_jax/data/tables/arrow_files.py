@@ -49,15 +49,13 @@ class _ArrowFiles:
     def _read(self, piece: int) -> Any:
         last = self._last  # Another thread may replace it.
         if last is None or last[0] != piece:
-            last = self._last = (piece, self._table_of(self._pieces[piece]))
+            try:
+                table = self._pieces[piece].to_table(columns=self._names)
+            except Exception as error:
+                error.add_note(f"This happened in {self._pieces[piece].path}.")
+                raise
+            last = self._last = (piece, table)
         return last[1]
-
-    def _table_of(self, piece: Any) -> Any:
-        try:
-            return piece.to_table(columns=self._names)
-        except Exception as error:
-            error.add_note(f"This happened in {piece.path}.")
-            raise
 
 
 def _pieces(file: Any) -> list[tuple[Any, int]]:

@@ -137,7 +137,9 @@ def read_traffic(text: str) -> list[Traffic]:
     """Returns the collectives of a compiled program's HLO, those in loops and branches included."""
     computations = _split_computations(text)
     wrapped = {name: _wrapped(lines) for name, lines in computations.items() if name}
-    num_devices = _num_devices(text)
+    # The devices that the program is compiled for, from its first line.
+    counts = re.findall(r"(?:replica_count|num_partitions)=(\d+)", text.split("\n", 1)[0])
+    num_devices = math.prod(map(int, counts))
     found = []
     for name, times in _runs(computations):
         for _, shape, operation, rest in _instructions(computations[name]):
@@ -284,12 +286,6 @@ def _elements(shape: str) -> list[str]:
         else:
             found[-1] += character
     return [element.strip() for element in found]
-
-
-def _num_devices(text: str) -> int:
-    """Returns the devices that a program is compiled for, from its first line."""
-    counts = re.findall(r"(?:replica_count|num_partitions)=(\d+)", text.split("\n", 1)[0])
-    return math.prod(map(int, counts))
 
 
 def _group_size(rest: str, num_devices: int = 0) -> int:

@@ -181,7 +181,7 @@ def _missing(cwd: str, script: str, interpreter: str, environ: Mapping[str, str]
     return missing
 
 
-_DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+_DRIVER_VERSION = "/proc/driver/nvidia/version"
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 
@@ -216,9 +216,10 @@ def examine(request: Mapping[str, Any], token_file: str) -> dict[str, Any]:
     environ = {**os.environ, **request["environment"]}
     facts = inspect_host(**request)
     locked = _limit(resource.RLIMIT_MEMLOCK)
+    driver = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", _read(_DRIVER_VERSION) or "")
     found = Examination(
         facts=facts,
-        driver=_driver_version(),
+        driver=driver and driver[1],
         nccl=next(filter(None, map(package_version, _NCCL_PACKAGES)), None),
         proxies=sorted(name for name in environ if name.lower() in _PROXIES and environ[name]),
         open_files=_limit(resource.RLIMIT_NOFILE),
@@ -228,11 +229,6 @@ def examine(request: Mapping[str, Any], token_file: str) -> dict[str, Any]:
         free_disk_mb=_free_mb(facts["cache_dir"]) or 0,
     )
     return asdict(found)
-
-
-def _driver_version() -> str | None:
-    found = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", _read(str(_DRIVER_VERSION)) or "")
-    return found[1] if found else None
 
 
 def _limit(kind: int) -> int | None:

@@ -67,7 +67,11 @@ def run_scale(options: Options, scale: Scale, environ: Mapping[str, str]) -> int
         return 1
     scaling = Scaling(options.script_name, scale.is_weak, runs, failures, remarks)
     if scale.project is not None:
-        scaling = _with_projection(scaling, scale.project, scale.link_gbit)
+        try:
+            projection = continue_curve(scaling, scale.project, link_gbit=scale.link_gbit)
+            scaling = replace(scaling, projection=projection)
+        except ValueError as error:
+            scaling = replace(scaling, remarks=[*scaling.remarks, str(error)])
     print(scaling.table, flush=True)
     has_written = scale.output is None or _write(scaling, Path(scale.output))
     return int(not has_written or bool(failures))
@@ -119,11 +123,3 @@ def _try_sums(trials: Trials, scale: Scale, failures: Mapping[int, str]) -> list
     if report.because:
         return [f"Ways to sum gradients were not compared: {report.because}"]
     return ["Ways to sum gradients, by tnt-jax tune:", *report.lines]
-
-
-def _with_projection(scaling: Scaling, to_ranks: int, link_gbit: float | None) -> Scaling:
-    try:
-        projection = continue_curve(scaling, to_ranks, link_gbit=link_gbit)
-    except ValueError as error:
-        return replace(scaling, remarks=[*scaling.remarks, str(error)])
-    return replace(scaling, projection=projection)
