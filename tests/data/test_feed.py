@@ -61,16 +61,6 @@ def test_leaving_early_stops_the_thread():
     assert not any(thread.name == "tnt_jax-feed" for thread in threading.enumerate())
 
 
-def test_waiting_is_counted():
-    def slow():
-        time.sleep(0.2)
-        yield 1
-
-    with Feed(slow(), lambda item: item) as feed:
-        list(feed)
-    assert feed.wait_s >= 0.15
-
-
 def test_rows_lie_in_order_on_the_ranks():
     mesh = _jax.make_data_mesh(jax.devices()[:4])
     on_device = make_put(mesh)({"a": np.arange(8), "b": None})

@@ -98,8 +98,8 @@ class Feed:
 
     `prepare` maps an item to what the caller gets, for instance puts it on the devices. The items
     end if it `gives_up`, asked a few times a second, while one is waited for. The caller gets an
-    exception of `items` or `prepare` in place of the item, and has waited `wait_s` seconds in all.
-    Use it as a context manager: leaving it stops the thread.
+    exception of `items` or `prepare` in place of the item. Use it as a context manager: leaving it
+    stops the thread.
     """
 
     def __init__(
@@ -110,7 +110,6 @@ class Feed:
         threaded: bool = True,
         gives_up: Callable[[], bool] | None = None,
     ) -> None:
-        self.wait_s = 0.0
         self._items = items
         self._prepare = timeline.recorded(prepare, "put a batch on the devices", "data")
         self._threaded = threaded
@@ -142,11 +141,8 @@ class Feed:
             yield value
 
     def _wait(self) -> tuple[str, Any]:
-        start = time.perf_counter()
         with timeline.span("wait for data", "data"):
-            handed = self._take()
-        self.wait_s += time.perf_counter() - start
-        return handed
+            return self._take()
 
     def _next(self) -> tuple[str, Any]:
         for item in self._items:
