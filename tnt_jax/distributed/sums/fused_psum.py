@@ -1,6 +1,6 @@
 """Sums over the ranks at the lowest cost."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,28 +29,16 @@ def psum(tree: Any, *, join_small: bool | None = None, axis_name: str | None = N
     if not (_has_slow_starts() if join_small is None else join_small):
         return jax.lax.psum(tree, axes)
     leaves, structure = jax.tree.flatten(tree)
-    joined, unpack = join_small_ones(leaves)
-    return structure.unflatten(unpack(jax.lax.psum(joined, axes)))
-
-
-def join_small_ones(
-    arrays: Sequence[Any], *, limit: int = _SMALL_BYTES
-) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
-    """Joins arrays of one dtype below `limit` bytes; returns the list and its inverse."""
     # Joined with parameters of stages, those of all stages would seem to differ between stages.
-    on_stages = [_jax.STAGE_AXIS in _jax.varying_axes(x) for x in arrays]
-    groups_of_indices = groups_of_small(arrays, limit, kinds=on_stages)
-    groups = [[arrays[index] for index in indices] for indices in groups_of_indices]
-
-    def unpack(joined: Sequence[Any]) -> list[Any]:
-        results: dict[int, Any] = {}
-        for indices, group, whole in zip(groups_of_indices, groups, joined, strict=True):
-            results.update(
-                zip(indices, [whole] if len(group) == 1 else split_like(whole, group), strict=True)
-            )
-        return [results[index] for index in range(len(arrays))]
-
-    return [group[0] if len(group) == 1 else flatten(group) for group in groups], unpack
+    on_stages = [_jax.STAGE_AXIS in _jax.varying_axes(x) for x in leaves]
+    places = groups_of_small(leaves, _SMALL_BYTES, kinds=on_stages)
+    groups = [[leaves[index] for index in indices] for indices in places]
+    joined = [group[0] if len(group) == 1 else flatten(group) for group in groups]
+    results: dict[int, Any] = {}
+    for indices, group, total in zip(places, groups, jax.lax.psum(joined, axes), strict=True):
+        parts = [total] if len(group) == 1 else split_like(total, group)
+        results.update(zip(indices, parts, strict=True))
+    return structure.unflatten([results[index] for index in range(len(leaves))])
 
 
 def groups_of_small(
