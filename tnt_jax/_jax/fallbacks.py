@@ -33,21 +33,16 @@ def or_plain(plain: Callable, *, lost: str) -> Callable[[Callable], Callable]:
             except CHANGED as error:
                 result = plain(*args, **kwargs)
                 has_failed = True
-                warn_changed(error, lost)
+                logger.warning(
+                    "JAX %s differs from the versions that tnt_jax knows (%s: %s). %s",
+                    jax.__version__,
+                    type(error).__name__,
+                    error,
+                    lost,
+                )
                 return result
 
         call.plain = plain  # type: ignore[attr-defined]
         return call
 
     return decorate
-
-
-def warn_changed(error: Exception, lost: str) -> None:
-    """Warns that JAX has changed and what the job does without."""
-    logger.warning(
-        "JAX %s differs from the versions that tnt_jax knows (%s: %s). %s",
-        jax.__version__,
-        type(error).__name__,
-        error,
-        lost,
-    )
