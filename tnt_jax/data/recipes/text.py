@@ -12,6 +12,7 @@ import gzip
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -191,13 +192,8 @@ class Vocabulary:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Returns the text of tokens up to the first `END_ID`, without padding."""
-        kept = []
-        for token in tokens:
-            if token == END_ID:
-                break
-            if token != PAD_ID:
-                kept.append(int(token))
-        return self._processor.decode(kept)
+        text = takewhile(lambda token: token != END_ID, tokens)
+        return self._processor.decode([int(token) for token in text if token != PAD_ID])
 
 
 def learn_vocabulary(
@@ -250,9 +246,8 @@ def encode_pairs(corpus: ParallelCorpus, vocabulary: Vocabulary, *, max_length: 
             len(corpus),
             max_length,
         )
-    return TokenPairs(
-        [source for source, _ in pairs], [target for _, target in pairs], num_too_long
-    )
+    sources, targets = map(list, zip(*pairs, strict=True))
+    return TokenPairs(sources, targets, num_too_long)
 
 
 def _learn(texts: Iterable[str], file: Path, size: int, coverage: float) -> None:
