@@ -444,28 +444,12 @@ _numbers = Slot(count)
 _PROGRAM_TICK_S = 0.005
 
 
-@contextlib.contextmanager
-def shared_stop(*, ahead: int, is_watched: bool) -> Iterator["SharedStop"]:
-    """Surrounds a loop of steps; see `SharedStop`.
-
-    If the loop ends without an error, all processes have met since its last step.
-    """
-    stop = SharedStop(ahead=ahead, is_watched=is_watched)
-    try:
-        yield stop
-    except BaseException:
-        if stop.agreement is not None:
-            stop.agreement.leave(None)
-        raise
-    if stop.agreement is not None:
-        stop.agreement.clean()
-
-
 class SharedStop:
     """The decision of all processes to end one loop of steps; all make them in the same order.
 
     `ahead` is the number of programs after which every process has seen the request of one that has
-    stopped; `is_watched` says, on all processes alike, if one may ask between the steps.
+    stopped; `is_watched` says, on all processes alike, if one may ask between the steps. It
+    surrounds the loop; if that ends without an error, all processes have met since its last step.
     """
 
     def __init__(self, *, ahead: int, is_watched: bool) -> None:
@@ -483,6 +467,16 @@ class SharedStop:
                 what="end of training",
                 lost="This process does not answer one that asks for the end of training:",
             )
+
+    def __enter__(self) -> "SharedStop":
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if self.agreement is not None:
+            if error is None:
+                self.agreement.clean()
+            else:
+                self.agreement.leave(None)
 
     def after_program(self, asks: bool) -> bool:
         """Returns whether the loop ends after the program that was just started."""

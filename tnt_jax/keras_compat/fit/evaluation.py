@@ -11,7 +11,7 @@ from tnt_jax.data.sources import Source
 from tnt_jax.data.streams import EpochStream, read_in_lockstep
 from tnt_jax.distributed import stopping
 from tnt_jax.distributed.host import collectives
-from tnt_jax.distributed.stopping import Points, shared_stop
+from tnt_jax.distributed.stopping import Points, SharedStop
 from tnt_jax.keras_compat.callbacks import CallbackList
 from tnt_jax.keras_compat.callbacks.callback_list import may_stop_within_epoch
 from tnt_jax.keras_compat.compiling.keras_training import check_prediction_methods
@@ -167,7 +167,7 @@ def _steps(
         islice(stream.epoch(0), steps), stream.source, where=f"the data to {what}"
     )
     with (
-        shared_stop(ahead=IN_FLIGHT + 1, is_watched=may_stop_within_epoch(hooks.callbacks)) as stop,
+        SharedStop(ahead=IN_FLIGHT + 1, is_watched=may_stop_within_epoch(hooks.callbacks)) as stop,
         device_feed(
             core.trainer,
             batches,

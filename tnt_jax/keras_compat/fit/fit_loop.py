@@ -23,7 +23,7 @@ from tnt_jax.distributed.elastic import link
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining import runtime
 from tnt_jax.distributed.liveness import phases
-from tnt_jax.distributed.stopping import Points, Preempted, SharedStop, shared_stop
+from tnt_jax.distributed.stopping import Points, Preempted, SharedStop
 from tnt_jax.job import Slot
 from tnt_jax.keras_compat.callbacks import History
 from tnt_jax.keras_compat.callbacks.base import unwrapped
@@ -315,7 +315,7 @@ class FitLoop:
         divergence.check_start(self._core.trainer.alike_state())
         watches = may_stop_within_epoch(self._hooks.callbacks)
         ahead = IN_FLIGHT + 1 + self._core.trainer.of_group.most_apart
-        with shared_stop(ahead=ahead, is_watched=watches) as stop:
+        with SharedStop(ahead=ahead, is_watched=watches) as stop:
             self._epochs(start, stop, divergence)
 
     def _epochs(self, start: Place, stop: SharedStop, divergence: Divergence) -> None:
