@@ -86,12 +86,11 @@ class _Compilation:
         return call(*args, **named)
 
 
-def _restore(compilation: _Compilation | None) -> None:
-    if compilation is not None:
-        # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0.
-        from jax._src import compiler
+def _restore(compilation: _Compilation) -> None:
+    # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0.
+    from jax._src import compiler
 
-        compiler.compile_or_get_cached = compilation.plain
+    compiler.compile_or_get_cached = compilation.plain
 
 
 _compilation = Slot[_Compilation | None](lambda: None, close=_restore)

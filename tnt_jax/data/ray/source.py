@@ -33,11 +33,10 @@ class _Actor(NamedTuple):
     client: str
 
 
-def _end(actor: _Actor | None) -> None:
-    if actor is not None:
-        ray = import_ray("RayData")
-        if ray.is_initialized() and ray.get_runtime_context().get_job_id() == actor.client:
-            ray.kill(actor.handle)
+def _end(actor: _Actor) -> None:
+    ray = import_ray("RayData")
+    if ray.is_initialized() and ray.get_runtime_context().get_job_id() == actor.client:
+        ray.kill(actor.handle)
 
 
 _actor = Slot[_Actor | None](lambda: None, close=_end)
