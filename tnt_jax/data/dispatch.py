@@ -174,19 +174,14 @@ def _ray_source(x: Any, options: ReadOptions) -> Source:
 
 
 def _iterable_source(x: Iterable[Any], options: ReadOptions) -> Source:
-    if not options.distribute:
-        return ShardSource(
-            x, rank_slice=options.rank_slice, micro_batch_size=options.micro_batch_size
-        )
-    if (count := num_shards(x)) > 1:
+    if options.distribute and (count := num_shards(x)) > 1:
         raise ValueError(
             f"The {type(x).__name__} reads one of {count} shards (by its sampler), but fit splits "
             "every batch over the processes, which must all be given the same one. Leave the "
             "sharding out, or pass tnt_distribute_dataset=False."
         )
-    return IterableSource(
-        x, rank_slice=options.rank_slice, micro_batch_size=options.micro_batch_size
-    )
+    source = IterableSource if options.distribute else ShardSource
+    return source(x, rank_slice=options.rank_slice, micro_batch_size=options.micro_batch_size)
 
 
 def with_larger_batches(x: Any, batch_size: int | None, factor: Fraction) -> tuple[Any, int | None]:
