@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -55,13 +55,6 @@ def bucket_lengths(longest: int, *, shortest: int = 8, growth: float = 1.4) -> t
     while lengths[-1] < longest:
         lengths.append(max(lengths[-1] + 8, round(lengths[-1] * growth / 8) * 8))
     return tuple(lengths)
-
-
-class _Batch(NamedTuple):
-    """Pairs of one batch: the number of its bucket and the indices of the pairs."""
-
-    bucket: int
-    indices: np.ndarray
 
 
 class TokenBatchSource:
@@ -120,11 +113,11 @@ class TokenBatchSource:
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows of the batches of `epoch`, from `start_batch` on alone."""
-        for batch in self._plan(epoch)[start_batch:]:
-            yield self._host_batch(batch)
+        for bucket, indices in self._plan(epoch)[start_batch:]:
+            yield self._host_batch(bucket, indices)
 
-    def _plan(self, epoch: int) -> list[_Batch]:
-        """Returns the batches of an epoch as shuffled pairs complete them; incomplete ones last."""
+    def _plan(self, epoch: int) -> list[tuple[int, np.ndarray]]:
+        """Returns bucket and pairs of each batch, as shuffled pairs complete it; others last."""
         size = len(self._bucket_of)
         order = np.arange(size)
         if self._spec.shuffle:
@@ -136,17 +129,17 @@ class TokenBatchSource:
             rows = int(self._rows[bucket])
             for start in range(0, len(positions), rows):
                 part = positions[start : start + rows]
-                planned.append(
-                    (part[-1] if len(part) == rows else size, _Batch(int(bucket), order[part]))
-                )
-        return [batch for _, batch in sorted(planned, key=lambda entry: entry[0])]
+                end = part[-1] if len(part) == rows else size
+                planned.append((end, int(bucket), order[part]))
+        planned.sort(key=lambda entry: entry[0])
+        return [(bucket, indices) for _, bucket, indices in planned]
 
-    def _host_batch(self, batch: _Batch) -> HostBatch:
-        length = int(self.buckets[batch.bucket])
-        num_rows = len(batch.indices)
-        full = int(self._rows[batch.bucket])
+    def _host_batch(self, bucket: int, indices: np.ndarray) -> HostBatch:
+        length = int(self.buckets[bucket])
+        num_rows = len(indices)
+        full = int(self._rows[bucket])
         rows = local_rows(num_rows, self._rank_slice, padded_to=full)
-        own = batch.indices[rows.indices]
+        own = indices[rows.indices]
         sources, targets = (
             _padded([side[i] for i in own], length)
             for side in (self._spec.pairs.sources, self._spec.pairs.targets)
