@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,15 +104,7 @@ def needed_operands(traced: Any, results: Any) -> Any:
     return positional
 
 
-class _Program(NamedTuple):
-    """Part of a program."""
-
-    eqns: list[Any]
-    invars: list[Any]
-    outvars: list[Any]
-
-
-def _eliminated_here(jaxpr: Any, results: list[bool]) -> tuple[_Program, list[bool]]:
+def _eliminated_here(jaxpr: Any, results: list[bool]) -> tuple[Any, list[bool]]:
     """As `_eliminated`, but programs that equations call are taken whole."""
     outvars = [var for var, wanted in zip(jaxpr.outvars, results, strict=True) if wanted]
     needed = {var for var in outvars if isinstance(var, Var)}
@@ -122,7 +115,7 @@ def _eliminated_here(jaxpr: Any, results: list[bool]) -> tuple[_Program, list[bo
             needed.update(var for var in equation.invars if isinstance(var, Var))
     used = [var in needed for var in jaxpr.invars]
     invars = [var for var in jaxpr.invars if var in needed]
-    return _Program(kept[::-1], invars, outvars), used
+    return SimpleNamespace(eqns=kept[::-1], invars=invars, outvars=outvars), used
 
 
 _LARGER = "Some results that do not depend on an input count as if they did."
