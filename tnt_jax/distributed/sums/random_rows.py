@@ -298,33 +298,27 @@ def _fold_in(key: jax.Array, data: jax.Array | int) -> jax.Array:
     return jnp.concatenate(_alike(words, key[2:]))
 
 
-class _Counters(NamedTuple):
-    """Places of the entries of an array, uint32, each of its shape but for joined dimensions.
+def _counters(
+    key: jax.Array, shape: Shape, rows: RowDim | None
+) -> tuple[jax.Array, jax.Array, jax.Array, int]:
+    """Returns places of an array's entries: before, along and after the dimension of rows.
 
-    `before` and `after` are indices over the dimensions on both sides of that of rows, whose index
-    in the global batch is `row`; a row has `num_after` entries.
+    They are uint32 indices, each of its shape but for joined dimensions; that along is of the row
+    in the global batch. The last is how many places there are after.
     """
-
-    before: jax.Array
-    row: jax.Array
-    after: jax.Array
-    num_after: int
-
-
-def _counters(key: jax.Array, shape: Shape, rows: RowDim | None) -> _Counters:
     dim, per_row = rows or (0, 0)
     shape = shape or (1,)
     joined = (math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :]))
     before, row, after = (jax.lax.broadcasted_iota(jnp.uint32, joined, i) for i in range(3))
     row = row + key[2] * per_row if rows else row
-    return _Counters(before, row, after, joined[2])
+    return before, row, after, joined[2]
 
 
 def _split(row_dims: Any, key: jax.Array, shape: Shape) -> jax.Array:
     """Returns keys as JAX's own partitionable threefry does, but by row of the global batch."""
     rows = row_dims("random_split", shape)
-    at = _counters(key, shape, rows)
-    counts = (at.before, at.row * at.num_after + at.after)
+    before, row, after, num_after = _counters(key, shape, rows)
+    counts = (before, row * num_after + after)
     words = _jax.threefry2x32_p.bind(*_alike(key[0], key[1], *counts))
     keys = jnp.stack(words, axis=-1).reshape(*shape, 2)
     # The key of one row is the same wherever the row is.
@@ -334,8 +328,8 @@ def _split(row_dims: Any, key: jax.Array, shape: Shape) -> jax.Array:
 
 def _random_bits(row_dims: Any, key: jax.Array, bit_width: int, shape: Shape) -> jax.Array:
     """Returns random bits from the counters (row of the global batch, position in the row)."""
-    at = _counters(key, shape, row_dims("random_bits", shape))
-    counts = (at.row, at.before * at.num_after + at.after)
+    before, row, after, num_after = _counters(key, shape, row_dims("random_bits", shape))
+    counts = (row, before * num_after + after)
     # Widths as in JAX's own partitionable threefry: both words for 64 bits, their exclusive or
     # below.
     high, low = _jax.threefry2x32_p.bind(*_alike(key[0], key[1], *counts))
