@@ -134,8 +134,7 @@ def _detect_tnt(environ: Mapping[str, str]) -> Job | None:
     settings = read_settings(environ)
     if settings.coordinator_address is None:
         return None
-    assert settings.num_processes is not None
-    assert settings.process_id is not None
+    assert settings.num_processes is not None and settings.process_id is not None
     return Job(
         settings.coordinator_address,
         settings.num_processes,

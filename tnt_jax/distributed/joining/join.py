@@ -8,7 +8,6 @@ import hashlib
 import os
 import re
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -220,8 +219,7 @@ def _ending_after(timeout_s: int, explain: Callable[[], str]) -> Iterator[None]:
     """Ends the process with an explanation if the block takes longer than `timeout_s`."""
 
     def end() -> None:
-        sys.stdout.flush()
-        print(f"[tnt_jax] ERROR: {explain()}", file=sys.stderr, flush=True)
+        leaving.say(explain())
         os._exit(1)
 
     # JAX's own timeout aborts the process with a stack trace of C++ and raises nothing that could
