@@ -34,29 +34,12 @@ _ORDERS = ("_ShuffleDataset", "_RandomDataset")
 # Operations that call their function for several elements at once.
 PARALLEL = ("_ParallelMapDataset", "_ParallelInterleaveDataset")
 
-# The method of a dataset that makes an operation, which takes the parameters of
-# `private.PARAMETERS` in their order.
-_METHODS = {
-    "_TakeDataset": "take",
-    "_SkipDataset": "skip",
-    "_RepeatDataset": "repeat",
-    "_ShardDataset": "shard",
-    "_PrefetchDataset": "prefetch",
-    "CacheDataset": "cache",
-    "_MapDataset": "map",
-    "_ParallelMapDataset": "map",
-    "_FilterDataset": "filter",
-    "_TakeWhileDataset": "take_while",
-    "_FlatMapDataset": "flat_map",
-    "_InterleaveDataset": "interleave",
-    "_ParallelInterleaveDataset": "interleave",
-    "_ScanDataset": "scan",
-    "_UniqueDataset": "unique",
-    "_WindowDataset": "window",
-    "_BatchDataset": "batch",
-    "_ParallelBatchDataset": "batch",
-    "_PaddedBatchDataset": "padded_batch",
-}
+# Operations that a method of a dataset makes, whose name `_method_of` returns, from the parameters
+# of `private.PARAMETERS` in their order.
+_BY_METHOD = """_TakeDataset _SkipDataset _RepeatDataset _ShardDataset _PrefetchDataset CacheDataset
+    _MapDataset _ParallelMapDataset _FilterDataset _TakeWhileDataset _FlatMapDataset
+    _InterleaveDataset _ParallelInterleaveDataset _ScanDataset _UniqueDataset _WindowDataset
+    _BatchDataset _ParallelBatchDataset _PaddedBatchDataset""".split()
 _INTEGERS = ("buffer_size", "cycle_length", "block_length", "num_parallel_calls")
 
 
@@ -74,7 +57,7 @@ def _by_method(operation: Any, inputs: list[Any], function: Function, *, calls: 
             arguments.append(int(value) if name in _INTEGERS else value)
         if name == "num_parallel_calls":
             order = {"deterministic": True}
-    return getattr(inputs[0], _METHODS[type(operation).__name__])(*arguments, **order)
+    return getattr(inputs[0], _method_of(operation))(*arguments, **order)
 
 
 def _by_class(operation: Any, inputs: list[Any], _: Function) -> Any:
@@ -85,7 +68,7 @@ def _by_class(operation: Any, inputs: list[Any], _: Function) -> Any:
 
 
 _REPLAYS: dict[str, Callable[[Any, list[Any], Function], Any]] = {
-    **dict.fromkeys(_METHODS, _by_method),
+    **dict.fromkeys(_BY_METHOD, _by_method),
     **dict.fromkeys(("_AssertCardinalityDataset", "_UnbatchDataset", "_RebatchDataset"), _by_class),
     "_ShuffleDataset": lambda op, ins, _: _shuffle_like(op, ins[0]),
     "_RandomDataset": lambda op, *_: _with_seed(
@@ -106,7 +89,6 @@ _REPLAYS: dict[str, Callable[[Any, list[Any], Function], Any]] = {
     ),
     "_ConcatenateDataset": lambda op, ins, _: ins[0].concatenate(ins[1]),
 }
-_one_by_one = partial(_by_method, calls=False)
 
 
 class Repairs:
@@ -159,7 +141,8 @@ class Repairs:
                 self.disordered.append(operation_name(dataset))
             return dataset
         self._note_repair(dataset)
-        replay = _one_by_one if self._must_slow(dataset) else _REPLAYS[kind]
+        one_by_one = partial(_by_method, calls=False)
+        replay = one_by_one if self._must_slow(dataset) else _REPLAYS[kind]
         if _unseeded_kinds(dataset):
             with seeded_tracing():
                 # The user's own function is traced anew, with seeds.
@@ -271,10 +254,15 @@ def with_fixed_order(stream: Any, dataset: Any) -> tuple[Any, list[str]]:
 
 def operation_name(dataset: Any) -> str:
     """Returns a short name such as `map(decode)` for the last operation of a dataset."""
-    kind = type(dataset).__name__.strip("_").removesuffix("V2").removesuffix("Dataset")
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind).lower().removeprefix("parallel_")
+    words = _method_of(dataset)
     functions = [name_of(function) for function in private.functions(dataset)[:1]]
     return f"{words}({functions[0]})" if functions else words
+
+
+def _method_of(dataset: Any) -> str:
+    """Returns a name from the class of an operation, such as `map` from `_ParallelMapDataset`."""
+    kind = type(dataset).__name__.strip("_").removesuffix("V2").removesuffix("Dataset")
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind).lower().removeprefix("parallel_")
 
 
 def operation_names(dataset: Any) -> list[str]:
