@@ -63,25 +63,17 @@ class SharedTrial:
         self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
     ) -> float:
         """Returns a value from `low` to `high`, both included."""
-        return self._ask(
-            f"suggest_float({name!r})",
-            lambda trial: trial.suggest_float(name, low, high, step=step, log=log),
-        )
+        return self._call("suggest_float", name, low, high, step=step, log=log)
 
     def suggest_int(
         self, name: str, low: int, high: int, *, step: int = 1, log: bool = False
     ) -> int:
         """Returns an integer from `low` to `high`, both included."""
-        return self._ask(
-            f"suggest_int({name!r})",
-            lambda trial: trial.suggest_int(name, low, high, step=step, log=log),
-        )
+        return self._call("suggest_int", name, low, high, step=step, log=log)
 
     def suggest_categorical(self, name: str, choices: Sequence[_T]) -> _T:
         """Returns one of `choices`."""
-        return self._ask(
-            f"suggest_categorical({name!r})", lambda trial: trial.suggest_categorical(name, choices)
-        )
+        return self._call("suggest_categorical", name, choices)
 
     def report(self, value: float, step: int) -> None:
         """Tells Optuna an intermediate value, by which it decides on pruning."""
@@ -93,7 +85,7 @@ class SharedTrial:
 
     def set_user_attr(self, key: str, value: Any) -> None:
         """Notes a value, one that JSON can hold, beside the trial."""
-        self._ask(f"set_user_attr({key!r})", lambda trial: trial.set_user_attr(key, value))
+        self._call("set_user_attr", key, value)
 
     @property
     def number(self) -> int:
@@ -119,6 +111,10 @@ class SharedTrial:
     def datetime_start(self) -> datetime | None:
         """When the trial began."""
         return self._ask("datetime_start", lambda trial: trial.datetime_start)
+
+    def _call(self, method: str, name: str, *args: Any, **options: Any) -> Any:
+        what = f"{method}({name!r})"
+        return self._ask(what, lambda trial: getattr(trial, method)(name, *args, **options))
 
     def _ask(self, what: str, function: Callable[[Any], Any]) -> Any:
         """Returns what a function of the master's trial returns, on every process."""
