@@ -43,16 +43,8 @@ COMMANDS = {
 }
 
 # Options that say how a single job runs, or goes on.
-_NOT_WITH_RUNS = {
-    "num_processes": "-n",
-    "max_restarts": "--max-restarts",
-    "min_hosts": "--min-hosts",
-    "min_devices": "--min-devices",
-    "checkpoint_dir": "--checkpoint-dir",
-    "checkpoint_every": "--checkpoint-every",
-    "timeline": "--timeline",
-    "cleanup": "--cleanup",
-}
+_NOT_WITH_RUNS = """num_processes max_restarts min_hosts min_devices checkpoint_dir
+    checkpoint_every timeline cleanup""".split()
 
 
 def _at_least(lowest: int) -> Callable[[str], int]:
@@ -372,10 +364,11 @@ def _read_runs(given: argparse.Namespace, command: str) -> Any:
     when = "for a few steps"
     if not is_explain:
         when = "several times for a few steps, on the devices that --ranks says"
-    for name, option in _NOT_WITH_RUNS.items():
+    for name in _NOT_WITH_RUNS:
         is_allowed = is_explain and name in ("num_processes", "timeline")
         # The default is None, or 0 for --max-restarts.
         if not is_allowed and getattr(given, name) not in (None, 0):
+            option = "-n" if name == "num_processes" else _spelled(name)
             raise ValueError(
                 f"{option} cannot be used with tnt-jax {command}, which runs a script {when}. "
                 "Leave it out."
@@ -565,8 +558,12 @@ def _add(group: Any, table: type, names: str) -> None:
         if name == "is_weak":
             _add_kind_of_scaling(group)
             continue
-        flags = settings.pop("flags", [f"--{name.replace('_', '-')}"])
+        flags = settings.pop("flags", [_spelled(name)])
         group.add_argument(*flags, dest=name, **settings)
+
+
+def _spelled(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _add_kind_of_scaling(group: argparse._ArgumentGroup) -> None:
