@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tnt_jax import _jax
 from tnt_jax.distributed.sums.fused_psum import flatten, psum, split_like
@@ -57,20 +58,12 @@ def sum_in_bfloat16(
 def sum_by_hosts(values: jax.Array, ranks_per_host: int) -> jax.Array:
     """Returns the sum `[n]` over the ranks: within hosts, then between them, then gathered."""
     num_ranks = jax.lax.axis_size(_jax.DATA_AXIS)
-    num_hosts = num_ranks // ranks_per_host
-    hosts = [
-        [host * ranks_per_host + local for local in range(ranks_per_host)]
-        for host in range(num_hosts)
-    ]
-    columns = [
-        [host * ranks_per_host + local for host in range(num_hosts)]
-        for local in range(ranks_per_host)
-    ]
+    ranks = np.arange(num_ranks).reshape(-1, ranks_per_host)  # A row for each host.
     part = _pad(values, num_ranks)
-    for groups in (hosts, columns):
+    for groups in (ranks.tolist(), ranks.T.tolist()):
         part = jax.lax.psum_scatter(part, _jax.DATA_AXIS, axis_index_groups=groups, tiled=True)
     # Rank (host, local) holds part `host` of part `local`.
-    gathered = _jax.all_gather_invariant(part).reshape(num_hosts, ranks_per_host, -1)
+    gathered = _jax.all_gather_invariant(part).reshape(*ranks.shape, -1)
     return jnp.swapaxes(gathered, 0, 1).reshape(-1)[: values.size]
 
 
