@@ -69,12 +69,9 @@ def num_ranks(mesh: Any) -> int:
 
 def local_ranks(mesh: Mesh, process: int | None = None) -> list[int]:
     """Returns the ranks on a mesh, in order, of which a process (this one) has a device."""
-    sizes = [mesh.shape[name] for name in mesh.axis_names if name in RANK_AXES]
     others = [axis for axis, name in enumerate(mesh.axis_names) if name not in RANK_AXES]
     # A rank is spread over the devices of the axes that do not split the rows.
-    by_rank = np.moveaxis(mesh.devices, others, range(-len(others), 0)).reshape(
-        math.prod(sizes), -1
-    )
+    by_rank = np.moveaxis(mesh.devices, others, range(-len(others), 0)).reshape(num_ranks(mesh), -1)
     here = jax.process_index() if process is None else process
     return [
         rank

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from tnt_jax import _jax
 from tnt_jax.distributed.joining.runtime import init
@@ -68,7 +67,7 @@ class ProcessSet:
 
         Processes outside of the set do not run such programs.
         """
-        return Mesh(np.asarray(self._devices()), (_jax.DATA_AXIS,), axis_types=(AxisType.Auto,))
+        return _jax.make_data_mesh(self._devices())
 
     def _devices(self) -> list[Any]:
         devices = list(init().mesh.devices.flat)
