@@ -84,9 +84,8 @@ def members_of(process_set: ProcessSet | None) -> tuple[int, ...]:
     if process_set is None:
         return tuple(range(jax.process_count()))
     members = process_set.processes
-    owners = [device.process_index for device in runtime.mesh.devices.flat]
     for process in members:
-        ranks = [rank for rank, owner in enumerate(owners) if owner == process]
+        ranks = _jax.local_ranks(runtime.mesh, process)
         if not set(ranks) <= set(process_set.ranks):
             raise ValueError(
                 f"Host values belong to processes, and process {process} has the ranks {ranks}, of "

@@ -206,8 +206,7 @@ def get_size() -> int:
 
 def first_rank_of(process: int) -> int:
     """Returns the first rank of which a process has the device."""
-    devices = list(init().mesh.devices.flat)
-    return next(rank for rank, device in enumerate(devices) if device.process_index == process)
+    return _jax.local_ranks(init().mesh, process)[0]
 
 
 def is_to_join() -> bool:
