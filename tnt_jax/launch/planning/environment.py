@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tnt_jax.cluster.clusters import Job
-from tnt_jax.launch.planning.facts import Facts
+from tnt_jax.launch.planning.facts import PROXIES, Facts
 from tnt_jax.launch.planning.options import Options
 
 PLUGIN_PATH = str(Path(__file__).parents[2] / "distributed" / "plugin_path")
@@ -196,9 +196,7 @@ def _gpu_devices(facts: Facts, local_devices: Sequence[int], num_processes: int)
 
 def _direct_connections(environ: Mapping[str, str], coordinator_address: str) -> dict[str, str]:
     """Exempts the coordinator from proxies, with which the processes would hang."""
-    if not any(
-        name.lower() in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy") for name in environ
-    ):
+    if not any(name.lower() in PROXIES for name in environ):
         return {}
     host = coordinator_address.rpartition(":")[0]
     exempt = environ.get("no_proxy") or environ.get("NO_PROXY") or ""

@@ -183,7 +183,7 @@ def _missing(cwd: str, script: str, interpreter: str, environ: Mapping[str, str]
 
 _DRIVER_VERSION = "/proc/driver/nvidia/version"
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
-_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def examine(request: Mapping[str, Any], token_file: str) -> dict[str, Any]:
         facts=facts,
         driver=driver and driver[1],
         nccl=next(filter(None, map(package_version, _NCCL_PACKAGES)), None),
-        proxies=sorted(name for name in environ if name.lower() in _PROXIES and environ[name]),
+        proxies=sorted(name for name in environ if name.lower() in PROXIES and environ[name]),
         open_files=_limit(resource.RLIMIT_NOFILE),
         locked_kb=None if locked is None else locked // 1024,
         shm_mb=_free_mb("/dev/shm"),
