@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 
@@ -36,7 +36,7 @@ Phase = Literal[
     "lost",
     "other",
 ]
-_PHASES: tuple[Phase, ...] = Phase.__args__  # pyright: ignore[reportAttributeAccessIssue]
+_PHASES: tuple[Phase, ...] = get_args(Phase)
 # Nanoseconds between two writes of the file while steps run.
 _WRITE_NS = 5_000_000_000
 

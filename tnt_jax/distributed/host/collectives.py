@@ -5,7 +5,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,9 +28,7 @@ from tnt_jax.distributed.liveness.rendezvous import meet
 from tnt_jax.distributed.sums.hlo import Collective, read_collectives, read_planned, split_programs
 
 Op = Literal["sum", "mean", "min", "max", "prod"]
-_NUMPY: dict[str, Callable] = {
-    name: getattr(np, name) for name in ("sum", "mean", "min", "max", "prod")
-}
+_NUMPY: dict[str, Callable] = {name: getattr(np, name) for name in get_args(Op)}
 # Above this, 64-bit integer results are computed again with unlimited integers, because the float64
 # estimate may be rounded.
 _DOUBTFUL = 2.0**62
