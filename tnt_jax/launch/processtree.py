@@ -38,9 +38,8 @@ def _prctl(option: int, value: int) -> None:
 def descendants(pid: int) -> list[int]:
     """Returns the ids of the children of `pid`, their children and so on, without zombies."""
     children: dict[int, list[int]] = {}
-    for child, parent, state in _all_processes():
-        if state not in "ZX":
-            children.setdefault(parent, []).append(child)
+    for child, parent in _all_processes():
+        children.setdefault(parent, []).append(child)
     found: list[int] = []
     frontier = [pid]
     while frontier:
@@ -53,9 +52,7 @@ def processes_with(variable: str) -> list[tuple[int, str]]:
     """Returns (process id, value) of this user's processes started with a variable set."""
     prefix = f"{variable}=".encode()
     found = []
-    for pid, _, state in _all_processes():
-        if state in "ZX":
-            continue
+    for pid, _ in _all_processes():
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes()
         except (PermissionError, FileNotFoundError, ProcessLookupError):
@@ -123,8 +120,8 @@ def reap_orphans() -> None:
             continue
 
 
-def _all_processes() -> list[tuple[int, int, str]]:
-    """Returns (process id, parent's id, state letter) of every process."""
+def _all_processes() -> list[tuple[int, int]]:
+    """Returns (process id, parent's id) of every process, without zombies."""
     found = []
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -135,7 +132,8 @@ def _all_processes() -> list[tuple[int, int, str]]:
             continue
         # The command name is in parentheses and may itself contain spaces and parentheses.
         state, parent = stat.rpartition(")")[2].split()[:2]
-        found.append((int(name), int(parent), state))
+        if state not in "ZX":
+            found.append((int(name), int(parent)))
     return found
 
 
