@@ -172,9 +172,7 @@ class Feed:
     def _offer(self, kind: str, value: Any) -> bool:
         """Hands over a value; returns False if the reader has left."""
         while not self._stopped.is_set():
-            try:
+            with contextlib.suppress(queue.Full):
                 self._ready.put((kind, value), timeout=0.1)
                 return True
-            except queue.Full:
-                continue
         return False

@@ -68,10 +68,8 @@ def processes_with(variable: str) -> list[tuple[int, str]]:
 def send_signal(pids: Iterable[int], signum: int) -> None:
     """Sends a signal to each process, ignoring those that have ended."""
     for pid in pids:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signum)
-        except ProcessLookupError:
-            continue
 
 
 def is_handled(pid: int, signum: int) -> bool:
@@ -126,14 +124,12 @@ def _all_processes() -> list[tuple[int, int]]:
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
-        try:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             stat = Path(f"/proc/{name}/stat").read_text(errors="replace")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        # The command name is in parentheses and may itself contain spaces and parentheses.
-        state, parent = stat.rpartition(")")[2].split()[:2]
-        if state not in "ZX":
-            found.append((int(name), int(parent)))
+            # The command name is in parentheses and may itself contain spaces and parentheses.
+            state, parent = stat.rpartition(")")[2].split()[:2]
+            if state not in "ZX":
+                found.append((int(name), int(parent)))
     return found
 
 

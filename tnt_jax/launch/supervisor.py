@@ -220,10 +220,8 @@ class Child:
         if signum in NOTICES and not any(is_handled(pid, signum) for pid in descendants(self.pid)):
             self._kept = signum
             return
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signum)
-        except ProcessLookupError:
-            return
 
     def signal_again(self) -> None:
         """Sends the signal that was kept, if the process has a handler for it by now."""

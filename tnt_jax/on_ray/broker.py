@@ -7,6 +7,7 @@ launcher is killed. Everything that it has made on the cluster, Ray removes when
 whatever cause: a placement group with a bundle for each process, and an actor for each node.
 """
 
+import contextlib
 import itertools
 import json
 import logging
@@ -388,11 +389,8 @@ class _Channel:
             self._send(kind, data)
 
     def _send(self, kind: bytes, data: bytes) -> None:
-        with self._lock:
-            try:
-                self._peer.sendall(HEADER.pack(kind, len(data)) + data)
-            except OSError:
-                return  # The launcher has gone.
+        with self._lock, contextlib.suppress(OSError):  # The launcher has gone.
+            self._peer.sendall(HEADER.pack(kind, len(data)) + data)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ back are frames: a letter (`o` for standard output, `e` for standard error, `x` 
 four bytes of length, and the data.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -33,13 +34,10 @@ def main() -> None:
 
 
 def _send(broker: socket.socket) -> None:
-    try:
+    with contextlib.suppress(OSError):  # The broker has gone, which the other thread sees.
         while data := os.read(0, 1 << 16):
             broker.sendall(data)
         broker.shutdown(socket.SHUT_WR)
-    except OSError:
-        # The broker has gone, which the other thread sees.
-        return
 
 
 def _receive(broker: socket.socket) -> int:

@@ -234,15 +234,12 @@ class Session:
         if self._caught is not None and signum == signal.SIGINT:
             self._stop(0.0)
             return
-        if self._caught is not None:
-            self._tell_all("signal", signum=signum)  # The time limit is already running.
-            return
-        _logger.warning(
-            "Passing on %s; %g seconds to end.", signal.Signals(signum).name, self._grace_period_s
-        )
-        self._caught = signum
+        if self._caught is None:  # Otherwise the time limit is already running.
+            name = signal.Signals(signum).name
+            _logger.warning("Passing on %s; %g seconds to end.", name, self._grace_period_s)
+            self._caught = signum
+            self._stop_at = time.monotonic() + self._grace_period_s
         self._tell_all("signal", signum=signum)
-        self._stop_at = time.monotonic() + self._grace_period_s
 
     def _turn(self) -> None:
         for connection in self._connections.values():
