@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tnt_jax.keras_compat.configuration import public_module
+
 _MOST_ELEMENTS = 8
 # Flax's own fields: the place of a module within another.
 _OF_FLAX = ("parent", "name")
@@ -181,4 +183,4 @@ def _array(value: Any) -> Any:
 
 
 def _name(value: Any) -> str:
-    return f"{value.__module__}.{value.__qualname__}"
+    return f"{public_module(value.__module__)}.{value.__qualname__}"

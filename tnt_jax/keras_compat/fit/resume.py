@@ -59,6 +59,8 @@ _FIRST_ROWS = (1, 2, 4, 8)
 RATE_CALLBACKS = ("LearningRateScheduler", "LearningRateWarmup", "ReduceLROnPlateau")
 _MAY_VARY, _WHOSE = " (may vary)", ("in the checkpoint", "now")
 _CODE = re.compile(r" \(code [0-9a-f]+\)")
+# Old checkpoints name the module of the package that defines a class; now it is the public one.
+_DEFINES = re.compile(r"\btnt_jax\.keras_compat\.(\w+)[\w.]*(?=\.)")
 # How many calls of `fit` have used a directory in this job.
 _fits = Slot[Counter[Path]](Counter, lasts=True)
 
@@ -211,7 +213,11 @@ def differences(then: Run, now: Run, *, has_ended: bool) -> dict[str, str]:
     found = {}
     for group in (*CHANGES, "seed"):
         pair = [
-            {name: text for name, text in each.items() if not name.endswith(_MAY_VARY)}
+            {
+                name: _DEFINES.sub(r"tnt_jax.\1", text)
+                for name, text in each.items()
+                if not name.endswith(_MAY_VARY)
+            }
             for each in _comparable_pair(group, then, now)
         ]
         if group == "batch_size" and not (has_ended and _is_rebatched(*pair)):
