@@ -6,7 +6,8 @@ training loops.
     TNT_JAX_DATA=DATA python benchmarks/explain_examples.py \
         --output benchmarks/results/explain_examples.json
 
-With `--hostfile FILE`, the job of several hosts is explained, too, with a process on each.
+With `--hostfile FILE`, the job of several hosts is explained, too, with a process on each. What is
+in the output file already is not run again.
 """
 
 import argparse
@@ -78,8 +79,11 @@ def main() -> None:
     if args.hostfile:
         hosts = ["--hostfile", str(Path(args.hostfile).resolve()), "--ssh-args", args.ssh_args]
         jobs["hosts"] = hosts
-    runs: dict[str, Any] = {}
+    has_begun = args.output and args.output.exists()
+    runs: dict[str, Any] = json.loads(args.output.read_text())["runs"] if has_begun else {}
     for name in args.scripts:
+        if name in runs:
+            continue
         runs[name] = {job: explain(SCRIPTS[name], *options) for job, options in jobs.items()}
         runs[name]["verify"] = verify(SCRIPTS[name])
         print(json.dumps({name: runs[name]}, indent=1), flush=True)
