@@ -44,14 +44,20 @@ class FreshVariables(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """The result of a forward pass."""
+    """The result of a forward pass.
 
-    outputs: Any  # Pytree of arrays `[rows, ...]`.
-    model_state: Any  # Model state after the pass.
-    # Sum of the losses that the model adds itself, such as weight regularisation: a scalar. It is
-    # averaged over the ranks, so terms that depend on rows must be means over them.
+    Attributes:
+        outputs: Pytree of arrays `[rows, ...]`.
+        model_state: Model state after the pass.
+        penalty: Sum of the losses that the model adds itself, such as weight regularisation: a
+            scalar. It is averaged over the ranks, so terms that depend on rows must be means over
+            them.
+        increments: What these rows add to the sums of the model's own metrics: pytree of arrays.
+    """
+
+    outputs: Any
+    model_state: Any
     penalty: jax.Array | float
-    # What these rows add to the sums of the model's own metrics: pytree of arrays.
     increments: Any = ()
 
 
@@ -59,13 +65,16 @@ class Adapter(Protocol):
     """A model as pure functions; the step calls `apply` inside `shard_map` over the axis `data`.
 
     The methods with a body say what is true of a model without variables or metrics of its own.
+
+    Attributes:
+        name: Name of the model in tables.
+        holds_variables: Whether the user's object holds variables, into which `write_back` writes.
+        knows_penalty: Whether the penalty of a part of a batch is its share, whatever the model
+            adds; otherwise it must be a mean over rows.
     """
 
-    name: str  # Name of the model in tables.
-    # Whether the user's object holds variables, into which `write_back` writes.
+    name: str
     holds_variables: bool
-    # Whether the penalty of a part of a batch is its share, whatever the model adds; otherwise it
-    # must be a mean over rows.
     knows_penalty: bool
 
     def sample_inputs(self) -> Any:

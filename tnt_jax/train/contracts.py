@@ -35,11 +35,16 @@ class LossTerm(NamedTuple):
     """One summand of the loss, as sums over this rank's rows.
 
     The loss of the global batch is the sum over terms of `scale * psum(total) / psum(count)`.
+
+    Attributes:
+        total: Sum of weighted losses, a scalar.
+        count: Divisor of the total, a scalar; None for no division.
+        scale: The user's weight of this term.
     """
 
-    total: jax.Array  # Sum of weighted losses, a scalar.
-    count: jax.Array | float | None  # Divisor of the total, a scalar; None for no division.
-    scale: float = 1.0  # The user's weight of this term.
+    total: jax.Array
+    count: jax.Array | float | None
+    scale: float = 1.0
 
 
 class Apply(Protocol):
@@ -60,13 +65,19 @@ class Apply(Protocol):
 
 
 class Measured(NamedTuple):
-    """Numbers that a step computes from one rank's rows."""
+    """Numbers that a step computes from one rank's rows.
 
-    terms: list[LossTerm]  # Summands of the loss.
-    # Losses that the model adds itself; they are averaged over the ranks.
+    Attributes:
+        terms: Summands of the loss.
+        penalty: Losses that the model adds itself; they are averaged over the ranks.
+        model_state: Model state after the pass.
+        increments: Pytree of sums for the metrics.
+    """
+
+    terms: list[LossTerm]
     penalty: jax.Array | float
-    model_state: Any  # Model state after the pass.
-    increments: Any  # Pytree of sums for the metrics.
+    model_state: Any
+    increments: Any
 
 
 class Parts(Protocol):
@@ -89,14 +100,20 @@ class Parts(Protocol):
 
 @dataclass(frozen=True)
 class StepParts:
-    """Parts that compare the outputs of a model with targets."""
+    """Parts that compare the outputs of a model with targets.
 
-    apply: Apply  # Forward pass over a rank's rows.
-    # Maps outputs and batch to the summands of the loss.
+    Attributes:
+        apply: Forward pass over a rank's rows.
+        loss_terms: Maps outputs and batch to the summands of the loss.
+        increments: Maps outputs and batch to a pytree of sums, one entry per metric; padded rows
+            are left out.
+        rows_at_once: See `Parts`.
+    """
+
+    apply: Apply
     loss_terms: Callable[[Any, Batch], list[LossTerm]]
-    # Maps outputs and batch to a pytree of sums, one entry per metric; padded rows are left out.
     increments: Callable[[Any, Batch], Any]
-    rows_at_once: int | None = None  # See `Parts`.
+    rows_at_once: int | None = None
 
     def measure(
         self, params: Any, model_state: Any, batch: Batch, *, key: jax.Array | None, train: bool
@@ -147,26 +164,37 @@ class CountedRows:
 
 
 class FusedSteps(NamedTuple):
-    """Several steps as one program; its batches are stacked: arrays `[steps, rows, ...]`."""
+    """Several steps as one program; its batches are stacked: arrays `[steps, rows, ...]`.
 
-    # From the arguments of `Steps.train` to `(state, sums, batches) -> (state, sums)`.
+    Attributes:
+        train: From the arguments of `Steps.train` to `(state, sums, batches) -> (state, sums)`.
+        evaluate: From a step of evaluation to `(params, model_state, sums, batches) -> sums`.
+        predict: From a step of prediction to `(params, model_state, inputs, first_rows) ->
+            outputs`.
+    """
+
     train: Callable[..., Callable]
-    # From a step of evaluation to `(params, model_state, sums, batches) -> sums`.
     evaluate: Callable[[Callable], Callable]
-    # From a step of prediction to `(params, model_state, inputs, first_rows) -> outputs`.
     predict: Callable[[Callable], Callable]
 
 
 class Steps(Protocol):
-    """How steps are compiled for the devices, and how the training state lies on them."""
+    """How steps are compiled for the devices, and how the training state lies on them.
 
-    rank_slice: RankSlice  # The slice of the data axis that this process feeds.
-    mesh: Mesh  # The mesh that the programs are mapped over.
-    fused: FusedSteps | None = None  # Several steps as one program; None if steps run one by one.
-    # Whether the programs of a single process accept host arrays, which they copy faster.
+    Attributes:
+        rank_slice: The slice of the data axis that this process feeds.
+        mesh: The mesh that the programs are mapped over.
+        fused: Several steps as one program; None if steps run one by one.
+        takes_host_arrays: Whether the programs of a single process accept host arrays, which they
+            copy faster.
+        without_padding: From batches to what the programs take, without padded rows; None if these
+            are masked. All processes must call it at the same place among their programs.
+    """
+
+    rank_slice: RankSlice
+    mesh: Mesh
+    fused: FusedSteps | None = None
     takes_host_arrays: bool = False
-    # From batches to what the programs take, without padded rows; None if these are masked. All
-    # processes must call it at the same place among their programs.
     without_padding: Callable[[DeviceBatches], DeviceBatches] | None = None
 
     def train(

@@ -27,13 +27,19 @@ _AHEAD_S, _MOST_IN_FLIGHT = 0.02, 32
 
 
 class DeviceBatches(NamedTuple):
-    """Batches on the devices, for one program."""
+    """Batches on the devices, for one program.
 
-    batch: Any  # Arrays `[rows, ...]`, or `[steps, rows, ...]` for several steps.
-    num_rows: int  # Real rows of all steps.
-    num_steps: int = 1  # Steps of the program.
-    # Real rows of each process's shard in every step, if each process brings its own; see
-    # `HostBatch`.
+    Attributes:
+        batch: Arrays `[rows, ...]`, or `[steps, rows, ...]` for several steps.
+        num_rows: Real rows of all steps.
+        num_steps: Steps of the program.
+        shards: Real rows of each process's shard in every step, if each process brings its own; see
+            `HostBatch`.
+    """
+
+    batch: Any
+    num_rows: int
+    num_steps: int = 1
     shards: tuple[slice, ...] | None = None
 
     @property

@@ -116,10 +116,14 @@ class CountedCompilations:
 
 
 class Timed(NamedTuple):
-    """What a program of each kind takes."""
+    """What a program of each kind takes.
 
-    seconds: dict[str, np.ndarray]  # By name, seconds of a program `[rounds, processes]`.
-    # By name, seconds of it in which this process compiled, `[rounds]`.
+    Attributes:
+        seconds: By name, seconds of a program `[rounds, processes]`.
+        compiled_s: By name, seconds of it in which this process compiled, `[rounds]`.
+    """
+
+    seconds: dict[str, np.ndarray]
     compiled_s: dict[str, np.ndarray]
 
     def slowest(self, kind: str) -> np.ndarray:

@@ -21,12 +21,18 @@ _SEPARATORS = ("_", "/", "")
 
 @dataclass(frozen=True)
 class BlockList:
-    """The arrays of equal blocks, as leaves of the parameters of a model."""
+    """The arrays of equal blocks, as leaves of the parameters of a model.
 
-    path: str  # Path of the list, such as `layers`.
-    names: tuple[str, ...]  # Path of each block, such as `layers_0`, in the order of their numbers.
-    arrays: tuple[str, ...]  # Path of each array within a block, such as `Dense_0/kernel`.
-    # For each of these arrays the index of every block's leaf.
+    Attributes:
+        path: Path of the list, such as `layers`.
+        names: Path of each block, such as `layers_0`, in the order of their numbers.
+        arrays: Path of each array within a block, such as `Dense_0/kernel`.
+        indices: For each of these arrays the index of every block's leaf.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    arrays: tuple[str, ...]
     indices: tuple[tuple[int, ...], ...]
 
     @classmethod

@@ -33,12 +33,19 @@ Regions = tuple[tuple[int, ...], dict[tuple[int, ...], tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class HostArray:
-    """Host copies of an array, or of those parts of it that this process saves or has read."""
+    """Host copies of an array, or of those parts of it that this process saves or has read.
 
-    shape: tuple[int, ...]  # Shape of the whole array.
+    Attributes:
+        shape: Shape of the whole array.
+        dtype: Its dtype.
+        chunk: Shape of one shard.
+        shards: Where each shard begins, and its values.
+    """
+
+    shape: tuple[int, ...]
     dtype: np.dtype
-    chunk: tuple[int, ...]  # Shape of one shard.
-    shards: list[tuple[tuple[int, ...], np.ndarray]]  # Where each shard begins, and its values.
+    chunk: tuple[int, ...]
+    shards: list[tuple[tuple[int, ...], np.ndarray]]
 
     @classmethod
     def of(cls, leaf: Any, *, has_whole: bool) -> "HostArray":

@@ -102,11 +102,17 @@ class LocalSteps:
 
 
 class Group(NamedTuple):
-    """The group of this process among all."""
+    """The group of this process among all.
 
-    index: int  # Number of the group.
-    processes: tuple[tuple[int, ...], ...]  # The processes of each group.
-    mesh: Mesh  # Mesh of the axis `data` over the group's ranks.
+    Attributes:
+        index: Number of the group.
+        processes: The processes of each group.
+        mesh: Mesh of the axis `data` over the group's ranks.
+    """
+
+    index: int
+    processes: tuple[tuple[int, ...], ...]
+    mesh: Mesh
 
     @property
     def num_groups(self) -> int:

@@ -36,13 +36,19 @@ _OWN, _SHARED = f"{OF_GROUPS}own/", f"{OF_GROUPS}all/"
 
 
 class _Kept(NamedTuple):
-    """Host copies of what a process of an elastic job trains."""
+    """Host copies of what a process of an elastic job trains.
 
-    shown: TrainState  # The state with the outer weights.
-    # Arrays of its group by path, as in a checkpoint; empty if it trains in none.
+    Attributes:
+        shown: The state with the outer weights.
+        own: Arrays of its group by path, as in a checkpoint; empty if it trains in none.
+        shared: Arrays that all groups had alike.
+        updates: Updates of each fragment.
+    """
+
+    shown: TrainState
     own: dict[str, Any]
-    shared: dict[str, Any]  # Arrays that all groups had alike.
-    updates: list[int]  # Updates of each fragment.
+    shared: dict[str, Any]
+    updates: list[int]
 
 
 class LocalTrainer(Trainer):

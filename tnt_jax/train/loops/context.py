@@ -33,11 +33,17 @@ class SummedMetric(Protocol):
 
 
 class Passes(NamedTuple):
-    """The passes that a rank's rows are computed in."""
+    """The passes that a rank's rows are computed in.
+
+    Attributes:
+        num_passes: Their number.
+        real_rows: Real rows of the global batch.
+        penalties: Those of the loss that a pass was traced with.
+    """
 
     num_passes: int
-    real_rows: jax.Array | float  # Real rows of the global batch.
-    penalties: list[jax.Array]  # Those of the loss that a pass was traced with.
+    real_rows: jax.Array | float
+    penalties: list[jax.Array]
 
 
 class LossOfPass:
@@ -87,24 +93,36 @@ def _factor(x: Any) -> jax.Array:
 
 @dataclass
 class StepContext:
-    """The step that is traced."""
+    """The step that is traced.
+
+    Attributes:
+        name: Name of the user's function.
+        platform: Platform of the devices.
+        reduction: How gradients are summed over the ranks.
+        batch: This rank's rows.
+        step: Number of the batch since the beginning, int32.
+        key: This rank's key for the batch, or None.
+        tells_varying: Whether types tell what differs between ranks; not so on one rank.
+        parts: This rank's parts of the losses that were made so far, by the identity of the loss;
+            each with the loss, which must live as long.
+        records: Metrics that were updated, and what this rank's rows add to each.
+        rows_at_once: Most rows whose gradients are computed at once; None for all.
+        of_all: Within one of several passes, what is known of all of them; else None.
+        has_passes: Whether a gradient was computed in several passes.
+    """
 
     name: str
     platform: str
-    reduction: Reduction  # How gradients are summed over the ranks.
-    batch: Batch  # This rank's rows.
-    step: jax.Array  # Number of the batch since the beginning, int32.
-    key: jax.Array | None = None  # This rank's key for the batch, or None.
-    tells_varying: bool = True  # Whether types tell what differs between ranks; not so on one rank.
-    # This rank's parts of the losses that were made so far, by the identity of the loss; each with
-    # the loss, which must live as long.
+    reduction: Reduction
+    batch: Batch
+    step: jax.Array
+    key: jax.Array | None = None
+    tells_varying: bool = True
     parts: dict[int, tuple[jax.Array, jax.Array]] = field(default_factory=dict)
-    # Metrics that were updated, and what this rank's rows add to each.
     records: list[tuple[SummedMetric, Any]] = field(default_factory=list)
-    rows_at_once: int | None = None  # Most rows whose gradients are computed at once; None for all.
-    # Within one of several passes, what is known of all of them; else None.
+    rows_at_once: int | None = None
     of_all: Passes | None = None
-    has_passes: bool = False  # Whether a gradient was computed in several passes.
+    has_passes: bool = False
 
     @property
     def num_rows(self) -> int:

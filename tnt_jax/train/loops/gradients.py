@@ -166,12 +166,19 @@ def _checked(loss: Any) -> Any:
 
 
 class _Outcome(NamedTuple):
-    """Results of a loss function for the rows of a pass, besides the loss."""
+    """Results of a loss function for the rows of a pass, besides the loss.
 
-    values: list[jax.Array]  # Leaves of what it returns besides the loss; of losses their parts.
-    increments: list[Any]  # What the rows add to each metric.
-    variables: Any  # Other variables of an NNX module, after the call.
-    penalties: list[jax.Array]  # Those of the loss.
+    Attributes:
+        values: Leaves of what it returns besides the loss; of losses their parts.
+        increments: What the rows add to each metric.
+        variables: Other variables of an NNX module, after the call.
+        penalties: Those of the loss.
+    """
+
+    values: list[jax.Array]
+    increments: list[Any]
+    variables: Any
+    penalties: list[jax.Array]
 
 
 class _InPasses:
