@@ -12,7 +12,7 @@ import numpy as np
 from tnt_jax.data.arguments import check_arguments, is_arrays, is_taken_apart
 from tnt_jax.data.elements import unpack
 from tnt_jax.data.layout import ReadOptions, micro_batch_size, num_padded_rows
-from tnt_jax.data.opening import open_stream
+from tnt_jax.data.opening import Meanwhile, open_stream
 from tnt_jax.data.sources import HostBatch, Source, array_source, common_length
 from tnt_jax.data.streams import EpochStream
 from tnt_jax.keras_compat.state.building import Builder
@@ -238,11 +238,29 @@ class DataIntake:
         return as_source(x, y, sample_weight, reading)
 
     def open(
-        self, call: str, data: DataArguments | Source, **arguments: Any
+        self,
+        call: str,
+        data: DataArguments | Source,
+        *,
+        epoch: int = 0,
+        steps: int | None = None,
+        steps_per_epoch: int | None = None,
+        meanwhile: Meanwhile | None = None,
+        **arguments: Any,
     ) -> tuple[EpochStream, HostBatch]:
-        """Returns the data of a call and its first batch; see `open_stream`."""
-        source = partial(self.source, data) if isinstance(data, DataArguments) else lambda: data
-        return open_stream(call, source, **arguments)
+        """Returns the data of a call and its first batch, once all processes have made the call.
+
+        They must have the same kind of data and `arguments`; an error on one is raised on all.
+        """
+        return open_stream(
+            call,
+            partial(self.source, data) if isinstance(data, DataArguments) else lambda: data,
+            epoch=epoch,
+            steps=steps,
+            steps_per_epoch=steps_per_epoch,
+            meanwhile=meanwhile,
+            **arguments,
+        )
 
     def log_plan(self, stream: EpochStream) -> None:
         """Logs once how the data is distributed."""

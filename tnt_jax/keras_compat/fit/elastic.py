@@ -48,15 +48,22 @@ _T = TypeVar("_T")
 
 
 class Call:
-    """A call of the script in an elastic job, in which a process can join if it `trains`."""
+    """A call of the script in an elastic job; the calls of all processes have the same numbers.
+
+    Args:
+        trains: Whether a process can join in it.
+
+    Attributes:
+        name: As the user calls it, such as `Model.fit`.
+        number: Its number; -1 if it is none.
+        has_ended: Whether this process, which is to join, takes its value from the others.
+    """
 
     def __init__(self, *, trains: bool) -> None:
         self.name, self.trains = phases.here().calls[0], trains
         # Within another call, as in a callback, it is a part of that one.
         self._link = link() if len(phases.here().calls) == 1 else None
-        # The calls of all processes have the same numbers.
         self.number = -1 if self._link is None else next(_calls.get())
-        # Whether this process, which is to join, takes its value from the others.
         self.has_ended = False
         if self._link is not None and not self._link.has_joined:
             self.has_ended = not trains or self._link.result_of(self.number) is not None
@@ -86,13 +93,16 @@ class HasEnded(Exception):
 
 
 class Generations:
-    """The generations of processes that make a call together, one after the other."""
+    """The generations of processes that make a call together, one after the other.
+
+    Attributes:
+        joins: Whether this process is still to join the others.
+    """
 
     def __init__(self, shared: Shared, call: Call) -> None:
         self._shared, self._call = shared, call
         # None as long as the call cannot go on with other processes.
         self._link: Link | None = None
-        # Whether this process is still to join the others.
         self.joins = False
         # Whether no step of the generation is done.
         self._is_new = False
@@ -181,8 +191,12 @@ class Generations:
         return int(jax.device_get(self._shared.core.trainer.require_state().step))
 
     def kept(self, error: Exception | None) -> Any:
-        """Returns what the trainer keeps of the last complete step, on the host."""
-        # Since the call began, a callback may have made another model.
+        """Returns what the trainer keeps of the last complete step, on the host.
+
+        Raises:
+            RuntimeError: If something would be lost that was not there when the call began, such as
+                a model that a callback has made.
+        """
         if obstacle := self._shared.core.why_not_elastic():
             raise RuntimeError(
                 f"{self._call.name} cannot go on with other processes, because {obstacle}. The job "
@@ -274,13 +288,19 @@ _WHOSE = ("here", "there")
 
 @dataclass(frozen=True)
 class _Progress:
-    """How far a process has come in `fit`."""
+    """How far a process has come in `fit`.
 
-    step: int  # Steps that its state has behind it.
-    place: Place  # With host sums.
+    Attributes:
+        step: Steps that its state has behind it.
+        place: Where it is, with host sums.
+        last_logs: Logs of the epoch before, if this one has just begun.
+    """
+
+    step: int
+    place: Place
     stops: bool
     steps_per_execution: int | None
-    last_logs: dict[str, Any]  # Of the epoch before, if this one has just begun.
+    last_logs: dict[str, Any]
     run: Run | None
 
 
