@@ -31,8 +31,8 @@ class KeptStep:
     """A jitted step `(state, sums, batch) -> (state, sums)` that is traced once in an elastic job.
 
     Where processes are lost or join, devices are opened anew, and what was traced and compiled for
-    those before is gone. What was traced is `kept` for each number of ranks; the compiler finds its
-    program on the disk.
+    those before is gone. What was traced is `kept` for each number of ranks. Its program is in the
+    compilation cache: XLA cannot write a program in bytes that it has read from bytes.
     """
 
     def __init__(self, step: Any, kept: KeptPrograms, mesh: Mesh) -> None:
@@ -139,8 +139,7 @@ class CompiledSteps:
                 group.batch,
                 platform=self._platform,
             )
-            self._train_steps = steps = self._lasting(steps)
-            return steps
+            self._train_steps = self._lasting(steps)
         return self._train_steps
 
     def _lasting(self, step: Callable) -> Callable:
