@@ -14,8 +14,9 @@ import tnt_jax as tnt
 from tnt_jax.data.layout import RankSlice
 from tnt_jax.data.sources import ArraySource
 from tnt_jax.data.streams import EpochStream
+from tnt_jax.keras_compat.comparable import comparable, flat
 from tnt_jax.keras_compat.fit.hooks import Place, Progress
-from tnt_jax.keras_compat.fit.resume import Resumption
+from tnt_jax.keras_compat.fit.resume import CHANGES, Resumption, differences
 from tnt_jax.train.checkpoints.checkpoint import Position
 from tnt_jax.train.checkpoints.data_position import describe_position
 
@@ -29,6 +30,16 @@ def test_fit_begins_at_its_argument_unless_keras_says_otherwise_once(by_keras, e
     resumption.initial_epoch = by_keras
     assert resumption.take(3, None) == Place(epoch, 0, 0, None)
     assert resumption.take(3, None) == Place(3, 0, 0, None)
+
+
+def test_a_class_may_move_within_the_package():
+    settings = flat("loss", comparable(tnt.losses.MeanSquaredError()))
+    now = {key: {} for key in (*CHANGES, "seed")} | {"loss": settings, "versions": {}}
+    assert settings["loss.class"] == "tnt_jax.losses.MeanSquaredError"
+    for name, found in (("MeanSquaredError", []), ("MeanAbsoluteError", ["loss"])):
+        there = {"loss.class": f"tnt_jax.keras_compat.losses.some.file.{name}"}
+        then = now | {"loss": settings | there}
+        assert list(differences(then, now, has_ended=False)) == found
 
 
 def test_a_position_counts_once_and_before_every_other_word():

@@ -94,9 +94,15 @@ if options.get("compares"):
     loss = lambda y, outputs: plain(y, outputs) + 0.1 * (outputs.mean(0) ** 2).sum()
 model = tnt.Model(Net(), seed=1, reproducible=options.get("reproducible", False), **sharded)
 rate = options["rate_of_joining"] if joins and "rate_of_joining" in options else 0.1
-model.compile(
-    tnt.optimizers.SGD(rate, momentum=0.9), loss=loss, metrics=["accuracy"]
-)
+optimizer, traced = tnt.optimizers.SGD(rate, momentum=0.9), []
+if options.get("counts"):
+    import optax
+    sgd = optax.sgd(rate, momentum=0.9)
+    def update(*args):
+        traced.append(1)
+        return sgd.update(*args)
+    optimizer = optax.GradientTransformation(sgd.init, update)
+model.compile(optimizer, loss=loss, metrics=["accuracy"])
 results = []
 for part in range(options.get("fits", 1)):
     fate = Fate(part)
@@ -116,7 +122,9 @@ for part in range(options.get("fits", 1)):
         results[-1]["predicted"] = outputs.tolist()
 out = f"{options['out']}/{rank}"
 np.savez(out, *map(np.asarray, model.get_weights()))
-found = {"fits": results, "size": tnt.get_process_count(), "joins": joins}
+found = {
+    "fits": results, "size": tnt.get_process_count(), "joins": joins, "traced": len(traced)
+}
 open(f"{out}.json", "w").write(json.dumps(found, default=float))
 '''
 
@@ -217,12 +225,19 @@ def test_evaluation_and_prediction_go_on_when_processes_are_lost(train, alone):
 @pytest.mark.parametrize("rank", [0, long(1)])
 def test_a_replacement_joins_with_the_state_of_the_others(train, alone, rank):
     fates = {str(rank): "step 11 of fit 0"}
-    code, err, found = train("-n", 2, "--elastic", "--min-processes", 1, fates=fates, waits=3)
+    code, err, found = train(
+        "-n", 2, "--elastic", "--min-processes", 1, fates=fates, waits=3, counts=True
+    )
     assert code == 0, err
     assert f"process {rank} joins on" in err
     assert sorted(found) == [0, 1]
     assert found[rank][1]["joins"]
     assert all(results["size"] == 2 for _, results in found.values())
+    # The other one traced its step for two processes and for one, and this one before it joined.
+    assert {other: results["traced"] for other, (_, results) in found.items()} == {
+        rank: 1,
+        1 - rank: 2,
+    }
     check_alike(found, alone())
 
 

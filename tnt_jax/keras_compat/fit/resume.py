@@ -59,8 +59,8 @@ _FIRST_ROWS = (1, 2, 4, 8)
 RATE_CALLBACKS = ("LearningRateScheduler", "LearningRateWarmup", "ReduceLROnPlateau")
 _MAY_VARY, _WHOSE = " (may vary)", ("in the checkpoint", "now")
 _CODE = re.compile(r" \(code [0-9a-f]+\)")
-# Old checkpoints name the module of the package that defines a class; now it is the public one.
-_DEFINES = re.compile(r"\btnt_jax\.keras_compat\.(\w+)[\w.]*(?=\.)")
+# Some checkpoints name the module that defines a class, which may move, and not the public one.
+_DEFINES = re.compile(r"\btnt_jax\.keras_compat\.(\w+)(\.[a-z_0-9]+)*(?=\.)")
 # How many calls of `fit` have used a directory in this job.
 _fits = Slot[Counter[Path]](Counter, lasts=True)
 
