@@ -10,7 +10,10 @@ from long_params import long_but_last
 from tnt_jax.adapters.base import Variables
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.distributed.sums.reduction import Reduction
+from tnt_jax.train import compiled_steps
+from tnt_jax.train.compiled_steps import Kept
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
+from tnt_jax.train.steps.epoch_sums import zero_sums
 from tnt_jax.train.trainer import Trainer, device_feed
 
 
@@ -82,8 +85,13 @@ def test_an_epoch_equals_numpy_whatever_the_steps_of_a_program(use_ranks, num_ra
 
 
 @pytest.mark.parametrize("num_steps", [1, 2])
-def test_steps_of_an_elastic_job_are_traced_once_for_a_number_of_devices(use_ranks, num_steps):
-    traced, sgd = [], optax.sgd(0.1)
+def test_steps_of_an_elastic_job_are_traced_once_for_a_number_of_devices(
+    use_ranks, num_steps, monkeypatch
+):
+    traced, zeros, sgd = [], [], optax.sgd(0.1)
+    monkeypatch.setattr(
+        compiled_steps, "zero_sums", lambda *args: zeros.append(1) or zero_sums(*args)
+    )
 
     def update(*args, **kwargs):
         traced.append(1)
@@ -91,7 +99,7 @@ def test_steps_of_an_elastic_job_are_traced_once_for_a_number_of_devices(use_ran
 
     job, optimizer = use_ranks(4), optax.GradientTransformation(sgd.init, update)
     trainer, by_hand = make_trainer(job), ByHand()
-    trainer.kept_programs = {}
+    trainer.traced = Kept()
     trainer.compile(make_parts(), optimizer)
     trainer.build(None)
     batches, counts = make_batches(16, 16, 11), []
@@ -107,12 +115,14 @@ def test_steps_of_an_elastic_job_are_traced_once_for_a_number_of_devices(use_ran
     by_hand.assert_sums_are(sums)
     if num_steps == 1:  # On CPUs, programs of several steps are searched for convolutions.
         assert len(set(counts)) == 1
-    # Batches with padding, and without, have programs of their own.
-    assert [ranks for ranks, _ in trainer.kept_programs] == [4, 4]
+    # Batches with padding, and without, have programs of their own; sums begin with the first.
+    assert len(zeros) == 1
+    assert [ranks for ranks, _ in trainer.traced.programs] == [4, 4]
     # What the user compiles may compute something else.
     trainer.compile(make_parts(), optimizer)
     run(trainer.train_epoch, trainer, batches, num_steps=num_steps)
     assert len(traced) == counts[-1] + counts[0]
+    assert len(zeros) == 2
 
 
 def test_an_epoch_goes_on_from_its_middle_and_stops_when_told(use_ranks):

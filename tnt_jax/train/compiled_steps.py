@@ -1,7 +1,7 @@
 """The programs of a trainer: steps of training and evaluation, and what they add to."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
@@ -23,20 +23,35 @@ from tnt_jax.train.state import TrainState
 from tnt_jax.train.steps.epoch_sums import zero_sums
 from tnt_jax.train.steps.step import compiled
 
-KeptPrograms = dict[tuple[int, str], bytes]
-"""Programs by the number of ranks, and by their operands in words."""
+
+@dataclass(frozen=True)
+class Kept:
+    """What an elastic job traces once, as devices are opened anew for each generation.
+
+    Attributes:
+        programs: Steps by the number of ranks, and by their operands in words.
+        zeros: Sums of an epoch before its first batch, on the host, by the batch's description.
+    """
+
+    programs: dict[tuple[int, str], bytes] = field(default_factory=dict)
+    zeros: dict[Any, Any] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Forgets everything, as something else is to be computed."""
+        self.programs.clear()
+        self.zeros.clear()
 
 
 class KeptStep:
     """A jitted step `(state, sums, batch) -> (state, sums)` that is traced once in an elastic job.
 
     Where processes are lost or join, devices are opened anew, and what was traced and compiled for
-    those before is gone. What was traced is `kept` for each number of ranks. Its program is in the
+    those before is gone. What was traced is kept for each number of ranks. Its program is in the
     compilation cache: XLA cannot write a program in bytes that it has read from bytes.
     """
 
-    def __init__(self, step: Any, kept: KeptPrograms, mesh: Mesh) -> None:
-        self._step, self._kept, self._mesh = step, kept, mesh
+    def __init__(self, step: Any, kept: Kept, mesh: Mesh) -> None:
+        self._step, self._kept, self._mesh = step, kept.programs, mesh
         self._opened: dict[Any, Any] = {}
 
     def __call__(self, *operands: Any) -> Any:
@@ -91,7 +106,7 @@ class CompiledSteps:
     """Steps for one choice of parts and optimizer; each is compiled when it is first called.
 
     A state that is only traced may be a description. `watch` looks for numbers that are not finite;
-    it is None to look for none. `kept` are the programs of training of an elastic job.
+    it is None to look for none. `kept` is what is traced once in an elastic job.
     """
 
     def __init__(
@@ -103,7 +118,7 @@ class CompiledSteps:
         *,
         accumulation_steps: int,
         on_nan: OnNaN | None,
-        kept: KeptPrograms | None = None,
+        kept: Kept | None = None,
     ) -> None:
         self.parts = parts
         self.watch = NumberWatch(on_nan, parts, steps.mesh) if on_nan else None
@@ -170,12 +185,13 @@ class CompiledSteps:
     def zero_sums(self, group: DeviceBatches, state: TrainState) -> Any:
         """Returns the sums of an epoch before its first batch, on the devices."""
         batch = execution.described_batch(group)
-        signature = tuple(jax.tree.leaves(batch))
-        mesh = self._mesh
-        if signature not in self._zeros:
-            zeros = zero_sums(self.parts, state, batch, mesh)
-            self._zeros[signature] = _jax.replicate(zeros, mesh)
-        return self._zeros[signature]
+        kind = tuple(jax.tree.leaves(batch))
+        if kind not in self._zeros:
+            kept = {} if self._kept is None else self._kept.zeros
+            if kind not in kept:
+                kept[kind] = zero_sums(self.parts, state, batch, self._mesh)
+            self._zeros[kind] = _jax.replicate(kept[kind], self._mesh)
+        return self._zeros[kind]
 
     def host_sums(
         self, leaves: Sequence[np.ndarray], group: DeviceBatches, state: TrainState

@@ -26,7 +26,7 @@ from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.train import execution
 from tnt_jax.train.ahead import Ahead, ComingState, coming_state
-from tnt_jax.train.compiled_steps import CompiledSteps, KeptPrograms
+from tnt_jax.train.compiled_steps import CompiledSteps, Kept
 from tnt_jax.train.contracts import Batch, Hooks, Parts, Steps
 from tnt_jax.train.execution import DeviceBatches, InFlight, in_groups, stack
 from tnt_jax.train.finite import OnNaN
@@ -73,7 +73,7 @@ class Trainer:
         self._accumulation_steps = 1
         self._compiled: CompiledSteps | None = None
         # Of an elastic job, until `compile` chooses something else.
-        self.kept_programs: KeptPrograms | None = None if link() is None else {}
+        self.traced: Kept | None = None if link() is None else Kept()
         self._reopens = False
         self.ahead, self.evaluation_ahead = Ahead(), Ahead()
         self.fewer_rows: Callable[[], bool] | None = None
@@ -232,8 +232,8 @@ class Trainer:
         `on_nan` says what follows a step that is not finite, None to take it.
         """
         self._ran.clear()
-        if self.kept_programs and not self._reopens:
-            self.kept_programs.clear()
+        if self.traced is not None and not self._reopens:
+            self.traced.clear()
         self._reopens = False
         self._compiled = CompiledSteps(
             self.runtime,
@@ -242,7 +242,7 @@ class Trainer:
             optimizer,
             accumulation_steps=accumulation_steps,
             on_nan=on_nan,
-            kept=self.kept_programs,
+            kept=self.traced,
         )
         self.use_optimizer(optimizer, accumulation_steps=accumulation_steps)
 

@@ -365,18 +365,18 @@ class Recovery:
         )
         newest = own
         if any(note != notes[source] for note in notes):
-            kept_programs = core.trainer.kept_programs
-            assert kept_programs is not None
+            traced = core.trainer.traced
+            assert traced is not None
             sent = None
             if jax.process_index() == source:
                 num_ranks = core.trainer.runtime.mesh.size
-                here = {x: kept_programs[x] for x in kept_programs if x[0] == num_ranks}
+                here = {x: y for x, y in traced.programs.items() if x[0] == num_ranks}
                 sent = own, collect(self._hooks.callbacks), here
             root_rank = runtime.first_rank_of(source)
             newest, states, programs = broadcast_object(sent, root_rank=root_rank)
             if joins:
                 self._check_run(own, newest)
-                kept_programs |= programs
+                traced.programs.update(programs)
             core.trainer.follow(kept, source)
             core.require_compiled().steps_per_execution = newest.steps_per_execution
             if joins:
