@@ -233,9 +233,9 @@ def test_a_replacement_joins_with_the_state_of_the_others(train, alone, rank):
     assert sorted(found) == [0, 1]
     assert found[rank][1]["joins"]
     assert all(results["size"] == 2 for _, results in found.values())
-    # The other one traced its step for two processes and for one, and this one before it joined.
+    # The other one traced its step for two processes and for one, and this one has it from there.
     assert {other: results["traced"] for other, (_, results) in found.items()} == {
-        rank: 1,
+        rank: 0,
         1 - rank: 2,
     }
     check_alike(found, alone())

@@ -136,6 +136,31 @@ def test_random_numbers_of_evaluation_are_those_of_the_rows(connected, use_ranks
         )
 
 
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+def test_a_callback_ends_evaluation_and_prediction(connected, use_ranks, method):
+    use_ranks(1)
+
+    class Stop(tnt.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            self.model.stop_evaluating = batch == 2
+
+        def on_predict_batch_end(self, batch, logs=None):
+            self.model.stop_predicting = batch == 2
+
+    x, y = RNG.normal(size=(160, 4)).astype(np.float32), np.zeros((160, 1), np.float32)
+    data = (x, y) if method == "evaluate" else (x,)
+    model = tnt.Model(nn.Dense(1))
+    model.compile("sgd", loss="mse", metrics=["mae"])
+    options = {"batch_size": 16, "verbose": 0}
+    expected = getattr(model, method)(*[array[:48] for array in data], **options)
+    with tnt.ParameterServer(model, num_servers=1, num_workers=2, **SMALL) as server:
+        compute = getattr(server, method)
+        np.testing.assert_allclose(compute(*data, **options, callbacks=[Stop()]), expected, 1e-6)
+        # What was begun for the batches that follow does not matter to the next call.
+        everything = getattr(model, method)(*data, **options)
+        np.testing.assert_allclose(compute(*data, **options), everything, rtol=1e-6)
+
+
 def _check_own_step(server, model):
     params = jax.tree.map(np.asarray, model.state.params)
     opt_state = model.state.opt_state

@@ -204,7 +204,8 @@ class ServedTrainer(Trainer):
         sums = EpochSums(None)
         for index, group, added in self._on_workers("evaluate", batches, hooks):
             sums.add_sums(added)
-            hooks.on_batch_end(index, sums.on_device(), group.num_rows)
+            if hooks.on_batch_end(index, sums.on_device(), group.num_rows):
+                break
         return sums.on_device()
 
     def predict(self, batches: Iterable[DeviceBatches], hooks: Hooks) -> Any:
@@ -212,7 +213,8 @@ class ServedTrainer(Trainer):
         rows = RowsInOrder()
         for index, group, outputs in self._on_workers("predict", batches, hooks):
             rows.add(jax.tree.map(lambda x: x[None], outputs), group)
-            hooks.on_batch_end(index, None, group.num_rows)
+            if hooks.on_batch_end(index, None, group.num_rows):
+                break
         return rows.joined()
 
     def load(self) -> None:

@@ -95,6 +95,10 @@ class Preparation:
         if num_steps > 1 and (stream.num_steps or 0) < num_steps:
             return
         prepare = preparation_of(trainer, unpack, threaded=not stream.source.in_memory)
+        if runtime.is_to_join():
+            # It has its steps from the others, and has to trace the sums alone.
+            trainer.programs.zero_sums(prepare([first]), trainer.described())
+            return
         trainer.ahead.start(lambda: trainer.lower(prepare([first] * num_steps)))
 
     def fit_memory(

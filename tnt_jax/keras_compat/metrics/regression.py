@@ -112,9 +112,9 @@ class R2Score(Metric):
         reason = (
             "Division by zero in Adjusted R2 score"
             if degrees == 0
-            else "More independent predictors than datapoints in adjusted R2"
+            else "More independent predictors than datapoints in adjusted R2 score"
         )
-        warnings.warn(f"{reason} score. Falling back to standard R2 score.", stacklevel=3)
+        warnings.warn(f"{reason}. Falling back to standard R2 score.", stacklevel=3)
         return score
 
 
