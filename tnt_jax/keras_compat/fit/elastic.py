@@ -360,11 +360,10 @@ class Recovery:
         """Returns where all processes go on, with the newest state; all of them call it."""
         core, progress = self._shared.core, self._shared.progress
         joins = self.generations.joins
-        notes = collectives.agree(
-            "Model.fit", {}, note=[own.step, own.place.epoch, own.place.batch, joins]
-        )
+        place = [own.step, own.place.epoch, own.place.batch, joins]
+        notes = collectives.agree("Model.fit", {}, note=[place, bool(own.stops)])
         newest = own
-        if any(note != notes[source] for note in notes):
+        if any(other != notes[source][0] for other, _ in notes):
             traced = core.trainer.traced
             assert traced is not None
             sent = None
@@ -382,9 +381,7 @@ class Recovery:
             if joins:
                 restore(self._hooks.callbacks, *states)
         first = reopen()
-        progress.stop_training = collectives.any_process(
-            newest.stops or own.stops, where="start of a generation"
-        )
+        progress.stop_training = any(stops for _, stops in notes)
         trainer, place = core.trainer.of_group, newest.place
         of_epoch = own.place.sums if own.place.epoch == place.epoch else []
         leaves = trainer.sums_after_loss(of_epoch, place.sums)

@@ -243,24 +243,19 @@ class FitLoop:
     def _open_validation(self, plan: Plan) -> Source | None:
         """Returns the validation data, checked if it is at hand, or None."""
         arguments = plan.arguments
+        if arguments.validation_data is None:
+            return None
         training = plan.stream.source
         size, micro = arguments.validation_batch_size, arguments.validation_micro_batch_size
         x, y, weight = unpack(arguments.validation_data)
         if size is None and micro is None and takes_batch_size(x):
             size = training.global_batch_size
-
-        def source() -> Source | None:
-            if arguments.validation_data is None:
-                return None
-            held_out = DataArguments(
-                x, y, weight, size, micro, distribute=arguments.distribute_validation
-            )
-            return self._shared.intake.source(held_out)
-
-        validation = collectives.call_on_all_processes(source)
-        if validation is not None:
-            compare_sources("Model.fit", "validation_data", validation)
-            self._shared.preparation.check_validation(validation)
+        held_out = DataArguments(
+            x, y, weight, size, micro, distribute=arguments.distribute_validation
+        )
+        validation = collectives.call_on_all_processes(lambda: self._shared.intake.source(held_out))
+        compare_sources("Model.fit", "validation_data", validation)
+        self._shared.preparation.check_validation(validation)
         return validation
 
     def _run_epochs(self) -> None:
