@@ -89,15 +89,15 @@ class Preparation:
         Called after `Core.choose_mesh`. Steps that share a program need an epoch that has so many.
         """
         compilation, trainer = self._core.require_compiled(), self._core.trainer.of_group
-        num_steps = compilation.steps_per_execution or 1
-        if trainer.steps.fused is None or compilation.compiled_kinds:
-            return
-        if num_steps > 1 and (stream.num_steps or 0) < num_steps:
-            return
         prepare = preparation_of(trainer, unpack, threaded=not stream.source.in_memory)
         if runtime.is_to_join():
             # It has its steps from the others, and has to trace the sums alone.
             trainer.programs.zero_sums(prepare([first]), trainer.described())
+            return
+        num_steps = compilation.steps_per_execution or 1
+        if trainer.steps.fused is None or compilation.compiled_kinds:
+            return
+        if num_steps > 1 and (stream.num_steps or 0) < num_steps:
             return
         trainer.ahead.start(lambda: trainer.lower(prepare([first] * num_steps)))
 
