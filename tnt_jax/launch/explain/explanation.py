@@ -371,7 +371,8 @@ class Explanation:
             if self.fewer:
                 pairs = zip(self.fewer["all"], self.fewer["half"], strict=True)
                 gain = _gain(*zip(*((1 / a, 1 / b) for a, b in pairs), strict=True))
-            advice = f"Start {max(number // 2, 1)} processes" if gain else ""
+            fewer = "one process" if number < 4 else f"{number // 2} processes"
+            advice = f"Start {fewer}" if gain else ""
             found.append(Finding("sharing", text, advice, gain, self._share("sharing")))
         return found
 
