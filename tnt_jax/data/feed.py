@@ -81,7 +81,7 @@ def make_put(mesh: Mesh, *, stacked: bool = False) -> Callable[[Any], Any]:
     """
     row_dim = 1 if stacked else 0
     sharding = NamedSharding(mesh, PartitionSpec(*(None,) * row_dim, _jax.rank_axes(mesh)))
-    if jax.process_count() == 1:
+    if not mesh.is_multi_process:
         return lambda tree: jax.device_put(tree, sharding)
     local_ranks, num_ranks = len(_jax.local_ranks(mesh)), _jax.num_ranks(mesh)
 

@@ -654,7 +654,8 @@ def preparation_of(
     """Returns the function that makes of some host batches what one program takes."""
     # Without a thread that hides its cost, device_put takes longer than the compiled step does to
     # fetch host arrays itself.
-    is_direct = not threaded and jax.process_count() == 1 and trainer.steps.takes_host_arrays
+    is_local = not trainer.runtime.mesh.is_multi_process
+    is_direct = is_local and not threaded and trainer.steps.takes_host_arrays
 
     def prepare(group: list[HostBatch]) -> DeviceBatches:
         batches = [unpack(item) for item in group]
