@@ -36,11 +36,6 @@ class Kept:
     programs: dict[tuple[int, str], bytes] = field(default_factory=dict)
     zeros: dict[Any, Any] = field(default_factory=dict)
 
-    def clear(self) -> None:
-        """Forgets everything, as something else is to be computed."""
-        self.programs.clear()
-        self.zeros.clear()
-
 
 class KeptStep:
     """A jitted step `(state, sums, batch) -> (state, sums)` that is traced once in an elastic job.

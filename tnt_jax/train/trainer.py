@@ -233,7 +233,7 @@ class Trainer:
         """
         self._ran.clear()
         if self.traced is not None and not self._reopens:
-            self.traced.clear()
+            self.traced = Kept()
         self._reopens = False
         self._compiled = CompiledSteps(
             self.runtime,

@@ -213,6 +213,8 @@ def test_fewer_processes_are_advised_if_they_were_faster():
     fewer = {"all": [100.0, 110.0, 90.0], "half": [150.0, 140.0, 160.0]}
     found = Explanation("train.py", measured({"one rank": 5}), fewer)
     assert "Start one process: tried, a step takes 33 % less" in found.findings[0].line
+    found = Explanation("train.py", measured({"one rank": 5}, processes=4), fewer)
+    assert "Start 2 processes: tried, a step takes 33 % less" in found.findings[0].line
     slower = Explanation("train.py", measured({"one rank": 5}), {"all": [100.0], "half": [90.0]})
     assert "tried" not in slower.findings[0].line
 
