@@ -231,7 +231,7 @@ def compare(reference: Recording, other: Recording, rounding: Rounding) -> Diffe
             pair = (before, ours), (before_other, theirs)
             differing = _differing(*pair, rounding)
             if differing:
-                causes = _causes(reference, other, *pair, differing, earlier)
+                causes = _causes(other, *pair, differing, earlier)
                 text = _text(*pair, differing, rounding)
                 return Difference(ours.step, ours.name, differing[0], text, causes)
         else:
@@ -398,7 +398,6 @@ def _text(ours: _Pair, theirs: _Pair, differing: Sequence[str], rounding: Roundi
 
 
 def _causes(
-    reference: Recording,
     other: Recording,
     ours: _Pair,
     theirs: _Pair,
