@@ -241,12 +241,22 @@ def finished(tree: Any) -> Any:
     return jax.block_until_ready(tree)
 
 
+def is_key(x: Any) -> bool:
+    """Returns whether an array, or what stands for one, holds typed random keys."""
+    return jnp.issubdtype(getattr(x, "dtype", np.bool_), jax.dtypes.prng_key)
+
+
+def key_words(x: Any) -> Any:
+    """Returns the words of typed random keys, and anything else as it is."""
+    return jax.random.key_data(x) if is_key(x) else x
+
+
 def replicate(tree: Any, mesh: Mesh) -> Any:
     """Puts host arrays on every device of `mesh`; each process must pass the same values."""
     sharding = NamedSharding(mesh, PartitionSpec())
 
     def put(x: Any) -> jax.Array:
-        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if is_key(x):
             return jax.random.wrap_key_data(
                 put(jax.random.key_data(x)), impl=jax.random.key_impl(x)
             )

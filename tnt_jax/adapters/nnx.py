@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
 
+from tnt_jax import _jax
 from tnt_jax.adapters.base import LOSSES, Adapter, Applied, CallStyle, Variables
 from tnt_jax.adapters.batch_statistics import normalize, real_row_moments
 from tnt_jax.adapters.call_errors import explained
@@ -215,9 +216,10 @@ def reseeded(random: nnx.State, key: jax.Array) -> nnx.State:
     streams = []
     for index, (path, leaf) in enumerate(nnx.to_flat_state(random)):
         value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-        is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
         fresh = (
-            _keys(jax.random.fold_in(key, index), value.shape) if is_key else jnp.zeros_like(value)
+            _keys(jax.random.fold_in(key, index), value.shape)
+            if _jax.is_key(value)
+            else jnp.zeros_like(value)
         )
         streams.append((path, _with_value(leaf, fresh)))
     return nnx.from_flat_state(streams)
@@ -237,9 +239,7 @@ def _changed(module: nnx.Module, before: Any) -> Any:
 
 def is_random(path: Any, value: Any) -> bool:
     """Returns whether a variable, at some path, belongs to a random stream."""
-    return isinstance(value, nnx.RngState) or jnp.issubdtype(
-        getattr(value, "dtype", jnp.float32), jax.dtypes.prng_key
-    )
+    return isinstance(value, nnx.RngState) or _jax.is_key(value)
 
 
 def is_loss(path: Any, value: Any) -> bool:

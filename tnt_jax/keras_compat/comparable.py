@@ -16,9 +16,9 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from tnt_jax import _jax
 from tnt_jax.keras_compat.configuration import public_module
 
 _MOST_ELEMENTS = 8
@@ -173,9 +173,7 @@ def _checksum_of_code(code: CodeType) -> int:
 def _array(value: Any) -> Any:
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return f"{value.dtype}{list(value.shape)}"
-    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        value = jax.random.key_data(value)
-    array = np.asarray(value)
+    array = np.asarray(_jax.key_words(value))
     if array.size <= _MOST_ELEMENTS:
         return array.tolist() if array.dtype != object else str(array.dtype)
     checksum = zlib.crc32(np.ascontiguousarray(array).tobytes())

@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 import optax
 
+from tnt_jax import _jax
 from tnt_jax.parameter_server.partition import (
     SAME,
     Interpreter,
@@ -133,7 +134,7 @@ def serve_optimizer(
     shapes = tuple(leaf.shape for leaf in state)
     followed = _followed(transformation, params)
     served = ServedOptimizer(transformation, plan, params, followed, shapes)
-    if any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in state):
+    if any(map(_jax.is_key, state)):
         raise ValueError(
             f"The optimizer {name} keeps a typed random key in its state, which cannot be sent. "
             "Use an optimizer without random numbers."

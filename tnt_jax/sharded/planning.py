@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
@@ -174,7 +173,7 @@ def memory_note(trainer: Trainer, group: DeviceBatches) -> str:
 
 
 def _planned(path: str, x: Any) -> PlannedArray:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if _jax.is_key(x):
         x = jax.eval_shape(jax.random.key_data, x)
     spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else ()
     axes = ["*".join(axis) if isinstance(axis, tuple) else axis or "" for axis in spec]

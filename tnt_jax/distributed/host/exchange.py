@@ -62,7 +62,7 @@ def _check_leaf(call: str, name: str, leaf: Any) -> None:
             f"{call} exchanges values between processes, outside of jit, but {name} is traced. In "
             f"a step use jax.lax.psum and its like over the axis {_jax.DATA_AXIS!r}."
         )
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if _jax.is_key(leaf):
         raise TypeError(
             f"{call} takes numbers and arrays, but {name} is a PRNG key. Pass "
             f"jax.random.key_data of it."

@@ -9,9 +9,9 @@ import pickle
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from tnt_jax import _jax
 from tnt_jax.distributed.host.collectives import broadcast
 from tnt_jax.distributed.host.exchange import collected, exclusive, gather, raise_first
 from tnt_jax.distributed.joining.process_sets import ProcessSet, members_of, process_of
@@ -78,16 +78,12 @@ def broadcast_state(tree: Any, *, root_rank: int = 0, process_set: ProcessSet | 
             leaf); if there is no such rank in the set.
     """
     root = process_of(root_rank, process_set)
-    sent = broadcast(jax.tree.map(_data, tree), root=root, process_set=process_set)
+    sent = broadcast(jax.tree.map(_jax.key_words, tree), root=root, process_set=process_set)
     return jax.tree.map(_like, tree, sent)
 
 
-def _data(leaf: Any) -> Any:
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-
-
 def _like(leaf: Any, value: np.ndarray) -> Any:
-    if _is_key(leaf):
+    if _jax.is_key(leaf):
         keys = _like(jax.random.key_data(leaf), value)
         return jax.random.wrap_key_data(keys, impl=jax.random.key_impl(leaf))
     if isinstance(leaf, jax.Array):
@@ -97,10 +93,6 @@ def _like(leaf: Any, value: np.ndarray) -> Any:
     if isinstance(leaf, np.ndarray):
         return value
     return value[()] if isinstance(leaf, np.generic) else type(leaf)(value.item())
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _exchanged(

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tnt_jax import _jax
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining.runtime import Runtime, is_master_rank
 from tnt_jax.log import report_to_launcher
@@ -116,7 +117,7 @@ class Recorder:
         is_master = is_master_rank()
         found = {}
         for path, leaf in arrays.items():
-            whole = self._gather(_plain(leaf))
+            whole = self._gather(_jax.key_words(leaf))
             if is_master:
                 found[path] = describe_array(np.asarray(whole))
         if is_master:
@@ -204,11 +205,6 @@ def rounding_unit(arrays: Mapping[str, Any], program: str, platform: str) -> flo
         # TF32 has ten bits, and one pass of a TPU eight.
         units.append({"gpu": 2.0**-10, "tpu": 2.0**-7}.get(platform, 0.0))
     return max(units)
-
-
-def _plain(leaf: Any) -> Any:
-    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else leaf
 
 
 def _versions() -> dict[str, str]:

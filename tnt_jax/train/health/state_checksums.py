@@ -36,7 +36,7 @@ def replicated_paths(state: TrainState) -> list[str]:
 
 def local_checksums(arrays: Sequence[jax.Array], mesh: Mesh) -> np.ndarray:
     """Returns the checksums of replicated arrays, uint32 `[local ranks, arrays]`, once computed."""
-    plain = [jax.random.key_data(x) if _is_key(x) else x for x in arrays]
+    plain = list(map(_jax.key_words, arrays))
     if mesh.devices.flat[0].platform == "cpu":
         parts = zip(*map(_jax.local_parts, plain), strict=True)
         return np.array([[_of_host_array(x) for x in of_rank] for of_rank in parts], np.uint32)
@@ -94,7 +94,3 @@ def _shared(state: TrainState) -> TrainState:
 
 def _of_host_array(part: jax.Array) -> int:
     return zlib.crc32(np.ascontiguousarray(np.asarray(part)).view(np.uint8).data)
-
-
-def _is_key(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tnt_jax import _jax
 from tnt_jax.distributed.joining.runtime import init
 from tnt_jax.job import Slot
 from tnt_jax.settings import Settings
@@ -184,21 +185,17 @@ def _arrays(state: Any) -> dict[str, Any]:
 
 
 def _plain(leaf: Any) -> Any:
-    if _is_key(leaf):
-        return jax.random.key_data(leaf)
+    if hasattr(leaf, "dtype"):
+        return _jax.key_words(leaf)
     # A Python number becomes, in the first step, an array of this dtype.
-    return leaf if hasattr(leaf, "dtype") else np.asarray(leaf, jnp.result_type(leaf))
+    return np.asarray(leaf, jnp.result_type(leaf))
 
 
 def _with_arrays(state: _STATE, arrays: list[Any]) -> _STATE:
     leaves, structure = jax.tree.flatten(state)
     return structure.unflatten(
         jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(leaf))
-        if _is_key(leaf)
+        if _jax.is_key(leaf)
         else array
         for leaf, array in zip(leaves, arrays, strict=True)
     )
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

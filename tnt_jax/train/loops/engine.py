@@ -8,7 +8,6 @@ from functools import cache, partial
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -358,8 +357,7 @@ class Engine:
 
     def _key_words(self, key: Any) -> Any:
         if key is not self._words[0]:
-            is_typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-            words = np.asarray(jax.random.key_data(key) if is_typed else key)
+            words = np.asarray(_jax.key_words(key))
             if words.shape != (2,) or words.dtype != np.uint32:
                 raise TypeError(
                     "A key must be one of JAX's default kind, jax.random.key(seed), but is "
@@ -460,9 +458,7 @@ def _given_away(name: str, state: Any) -> ValueError:
 
 
 def _checksum(x: Any) -> str:
-    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    array = np.ascontiguousarray(x)
+    array = np.ascontiguousarray(_jax.key_words(x))
     return f"{array.dtype}{array.shape} {zlib.crc32(array.tobytes())}"
 
 

@@ -286,7 +286,7 @@ class _InPasses:
         first = jax.tree.map(lambda x: x[0], self._micro)
         traced, shapes = jax.make_jaxpr(forward, return_shape=True)(variables, first)
         name = self._step.name
-        if any(_jax.is_varying(x) or _is_key(x) for x in traced.consts):
+        if any(_jax.is_varying(x) or _jax.is_key(x) for x in traced.consts):
             raise ValueError(needs_arguments(name))
         if any(map(_jax.is_collective, traced.jaxpr.eqns)):
             raise ValueError(_whole(name, "its model communicates with other ranks, as a "
@@ -318,7 +318,3 @@ def _whole(name: str, reason: str) -> str:
         f"{name} cannot compute its rows in several passes: {reason}. Leave rows_at_once out of "
         "tnt_jax.distributed_step."
     )
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
