@@ -200,6 +200,8 @@ def run_to_end(course: Generator[int, None, Timed]) -> Timed:
 
 WORTH_A_TRIAL = 0.05
 """Share of a step from which something is tried."""
+# Of a larger batch, half the rows take less than a step by such a share of it.
+_ROWS_COUNT = 0.3
 FUSED = 8
 """Steps that share a program where that is tried."""
 KEPT = 8
@@ -312,8 +314,18 @@ class Explaining:
         trial = {"what": what, "name": name, "exact": exact}
         self._trials.append(trial | {"before": lists[0], "after": lists[1]})
 
-    def try_fused(self, one: Callable[[int], None], several: Callable[[int], None]) -> None:
-        """Compares programs of one step with those of `FUSED` steps, which the kinds run."""
+    def try_fused(
+        self, timed: Timed, one: Callable[[int], None], several: Callable[[int], None]
+    ) -> None:
+        """Compares programs of one step with those of `FUSED` steps, which the kinds run.
+
+        It helps where a step takes as long with half of its rows; on CPUs, loops with convolutions
+        would take many times as long.
+        """
+        if "half the rows" not in timed.seconds:
+            return
+        if timed.share("no sums", "half the rows", of="no sums") > _ROWS_COUNT:
+            return
         kinds = {"one": lambda n: one(n * FUSED), "several": several}
         timed = self.time(kinds, programs=max(self.programs // FUSED, 1))
         before, after = (timed.slowest(name) / FUSED for name in kinds)

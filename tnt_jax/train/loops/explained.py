@@ -102,7 +102,9 @@ class ExplainedSteps:
             line = lines.most()
         if batch.num_steps is None and data.reading.is_uniform():
             stack = put_batches(self.runtime.mesh, stacked=True)(data.reading.kept[:FUSED])
-            explaining.try_fused(self._runs.over(_again(one)), self._runs.over(_again(stack)))
+            explaining.try_fused(
+                timed, self._runs.over(_again(one)), self._runs.over(_again(stack))
+            )
         if not self._engine.compares_rows:
             explaining.try_channels_last(self._traced(one).jaxpr.jaxpr)
         self._try_sums(explaining, timed, one)
