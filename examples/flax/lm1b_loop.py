@@ -44,7 +44,7 @@ def train_step(state, batch, dropout_rng):  # tnt: a key of this batch alone.
 
     (_, (losses, logits)), grads = tnt.value_and_grad(loss_fn, has_aux=True)(state.params)  # tnt
     hits = weights * (logits.argmax(-1) == tokens)
-    sums = {"loss": losses.sum(), "accuracy": hits.sum(), "denominator": weights.sum()}
+    sums = {"loss": losses.sum(1), "accuracy": hits.sum(1), "denominator": weights.sum(1)}  # tnt
     return state.apply_gradients(grads=grads), tnt.reduce(sums)  # tnt
 
 
