@@ -17,10 +17,11 @@ to the table:
     nice -n 19 python benchmarks/local_steps.py --models mlp --ways synchronous DiLoCo
     "Streaming DiLoCo" --output benchmarks/results/local_steps_accuracy.json
 
-What is in the output file already is not run again. `--sync` changes arguments of
-"Streaming DiLoCo", whose fragments need more steps to travel over a slower link:
-`--sync delay=12 compress=float4`. `--ways "torchft DiLoCo"` and others of its name take torchft
-instead (local_steps_torchft.py). `--table` prints files of earlier runs.
+What is in the output file already is not run again. `--sync` changes arguments of local steps:
+fragments need more steps to travel over a slower link, `--sync delay=12 compress=float4`, and with
+`--sync outer=1` the outer optimizer is SGD of that rate without momentum. `--ways "torchft DiLoCo"`
+and others of its name take torchft instead (local_steps_torchft.py). `--table` prints files of
+earlier runs.
 """
 
 import argparse
@@ -103,6 +104,8 @@ def make_model(task: dict[str, Any]) -> Any:
     import tnt_jax as tnt
 
     given = task["sync"]
+    if given is not None and "outer" in given:
+        given = given | {"outer": optax.sgd(given["outer"])}
     sync = None if given is None else tnt.LocalSteps(**given, groups="process")
     name = task["model"]
     module = (
@@ -333,8 +336,8 @@ def main() -> None:
                     continue
                 epochs = args.epochs or (3 if args.speed else task.epochs)
                 sync = WAYS[way]
-                if way == "Streaming DiLoCo":
-                    sync = {**(sync or {}), **dict(args.sync)}
+                if sync is not None and not way.startswith("torchft"):
+                    sync = {**sync, **dict(args.sync)}
                 choice = {"model": name, "hosts": args.hosts, "link": args.link, "way": way}
                 choice |= {"seed": seed, "rows": rows, "epochs": epochs, "batch": task.batch}
                 choice |= {"sync": sync, "speed": args.speed}
