@@ -69,6 +69,7 @@ from tnt_jax._jax.program_sums import replace_sums
 from tnt_jax._jax.programs import (
     CALLS,
     CASTS,
+    LIBRARIES,
     ClosedJaxpr,
     Jaxpr,
     Literal,
@@ -90,6 +91,7 @@ from tnt_jax._jax.programs import (
     jaxpr_as_fun,
     jaxprs_in_params,
     last_activations,
+    line_of,
     looked_up,
     loop_sizes,
     needed_operands,

@@ -1,7 +1,10 @@
 """Analysis of traced programs."""
 
 import math
+import os
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,6 +161,25 @@ def function_of(jaxpr: Any) -> str | None:
     # programs apart.
     known = getattr(jaxpr.debug_info, "func_src_info", None)
     return None if known is None else str(known)
+
+
+# Folders whose lines are not the user's.
+LIBRARIES = (
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
+    *(str(Path(path).parents[1]) + os.sep for path in (jax.__file__, __file__)),
+    "<frozen",
+)
+
+
+@or_plain(lambda equation: "", lost="Messages do not name the line that compares rows.")
+def line_of(equation: Any) -> str:
+    """Returns file and line of the innermost call that no library has; empty if none is known."""
+    # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0.
+    traceback = equation.source_info.traceback
+    for frame in () if traceback is None else traceback.frames:
+        if not frame.file_name.startswith(LIBRARIES):
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+    return ""
 
 
 def run_equation(equation: Any, operands: list[Any]) -> list[Any]:

@@ -344,8 +344,19 @@ class Explaining:
         before, after = (timed.slowest(name) * self._num_steps for name in kinds)
         self.note_trial("channels", str(len(equations)), before, after)
 
-    def measured(self, timed: Timed, reading: Reading, lower: Callable[[], Any]) -> dict[str, Any]:
-        """Returns everything as JSON values; `lower` returns the lowered program of a step."""
+    def measured(
+        self,
+        timed: Timed,
+        reading: Reading,
+        lower: Callable[[], Any],
+        *,
+        comparison: str | None,
+    ) -> dict[str, Any]:
+        """Returns everything as JSON values.
+
+        `lower` returns the lowered program of a step, and `comparison` says how rows are compared
+        in a step that the compiler divides.
+        """
         runtime, config = self._runtime, jax.config
         is_cached = config.jax_enable_compilation_cache  # pyright: ignore
         cores = collectives.all_gather(np.array(len(os.sched_getaffinity(0))))
@@ -370,6 +381,7 @@ class Explaining:
             },
             "faults": dict(zip(("major", "swapped"), self._faults, strict=True)),
             "trials": self._trials,
+            "comparison": comparison,
             "sums": _describe_sums(None if runtime.num_ranks == 1 else lower()),
             **reading.facts(),
         }

@@ -191,6 +191,9 @@ def test_advice_that_did_not_help_is_not_given():
     (finding,) = explained(changes, trials=[slower]).findings
     assert finding.advice == ""
     assert "No other form of sums that was tried is faster" in finding.line
+    why = "train_step compares rows of a batch, by reduce_sum (train.py:3)"
+    (finding,) = explained(changes, comparison=why).findings
+    assert finding.line.endswith(f"{why}, so that the compiler chooses what is exchanged.")
     assert explained(trials=[trial("channels", "3", 0.005, 0.006)]).findings == []
     (finding,) = explained(
         {"half the rows": 9}, trials=[trial("fused", "8", 0.01, 0.0099)]

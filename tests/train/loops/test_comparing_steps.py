@@ -1,5 +1,7 @@
 """Steps of a custom training loop that compare rows give what one device gives."""
 
+from pathlib import Path
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -136,7 +138,10 @@ def test_synchronised_statistics_hide_no_comparison_and_are_none(compares, use_r
             losses.append(metrics["loss"])
         found.append(losses)
     assert_close(*found)
-    assert capsys.readouterr().err.count("step compares rows of a batch") == compares
+    code = Path(__file__).read_text().splitlines()
+    line = 1 + next(n for n, text in enumerate(code) if "x - x.mean(0)" in text)
+    said = f"step compares rows of a batch, by reduce_sum (test_comparing_steps.py:{line})"
+    assert capsys.readouterr().err.count(said) == compares
 
 
 def test_a_loop_of_independent_rows_keeps_the_fused_sums(use_ranks, capsys):

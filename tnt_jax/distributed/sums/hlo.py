@@ -4,10 +4,9 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
-import jax
+from tnt_jax import _jax
 
 _NUM_BYTES = {
     name: size
@@ -308,9 +307,6 @@ def _group_size(rest: str, num_devices: int = 0) -> int:
 
 # Operations whose results lie where their operands do.
 _VIEWS = ("bitcast", "get-tuple-element", "tuple", "while", "opt-barrier", "copy-done")
-_LIBRARIES = tuple(
-    str(Path(x).parents[up]) + os.sep for x, up in ((jax.__file__, 1), (__file__, 2))
-)
 _UNITS = ("B", "KiB", "MiB", "GiB")
 
 
@@ -406,7 +402,7 @@ class _Lines:
             place = _numbers(self._places[fields["file_location_id"]])
             file = self._names[place["file_name_id"]]
             line = f"{os.path.basename(file)}:{place['line']}"
-            if not file.startswith(_LIBRARIES):
+            if not file.startswith(_jax.LIBRARIES):
                 return line
             innermost = innermost or line
             # One more than the number of the frame that called; the first has none.

@@ -89,7 +89,7 @@ def traced_dependence(
         if what == _ADDED:
             is_known &= isinstance(found, Free)
         elif isinstance(found, Mixed):
-            return f"{what} compares rows of a batch with each other, by {found.operation}", True
+            return f"{what} compares rows of a batch with each other, by {found}", True
         else:
             is_known &= is_by_row(found)
     return None, is_known

@@ -308,17 +308,17 @@ class Explanation:
         )
         if sums["small"] > sums["number"] / 2:
             text += f"; {sums['small']} of them are below 64 KiB, whose time is that of a start"
-        tried = [
-            trial
-            for trial in measured["trials"]
-            if trial["what"] == "sums" and _gain(trial["before"], trial["after"])
-        ]
+        tried = [trial for trial in measured["trials"] if trial["what"] == "sums"]
+        helping = [trial for trial in tried if _gain(trial["before"], trial["after"])]
         share = self._share("sums")
-        if not tried:
-            text = f"{text}. No other form of sums that was tried is faster."
-            return [Finding("sums", text, share=share)]
+        if not helping:
+            if comparison := measured.get("comparison"):
+                text += f". {comparison}, so that the compiler chooses what is exchanged"
+            elif tried:
+                text += ". No other form of sums that was tried is faster"
+            return [Finding("sums", f"{text}.", share=share)]
         # A form of sums that rounds gradients is for those who may accept that.
-        best = min(tried, key=lambda each: (not each["exact"], statistics.median(each["after"])))
+        best = min(helping, key=lambda each: (not each["exact"], statistics.median(each["after"])))
         advice = f"Use {best['name']}{'' if best['exact'] else ', which rounds what is sent'}"
         return [_tried("sums", f"{text}.", advice, best["before"], best["after"], share=share)]
 

@@ -73,6 +73,8 @@ class Engine:
         self._ran: set[tuple[bool, int]] = set()
         self._metrics = _Metrics([], [], self._placement, counts=counts)
         self._take: RealRows | None = None
+        self.comparison: str | None = None
+        """How the step compares rows, so that the compiler divides it and sums gradients."""
         fits_memory = rows_at_once == "auto" and runtime.platform == "cpu"
         self._running = InFlight(most=0 if fits_memory else None)
         self._words: tuple[Any, Any] = (None, None)
@@ -135,11 +137,6 @@ class Engine:
         )
         other._program = replace(other._program, reduction=reduction or other._program.reduction)
         return other
-
-    @property
-    def compares_rows(self) -> bool:
-        """Whether the step compares rows, so that the compiler divides it and sums gradients."""
-        return self._take is not None
 
     def trace(self, state: Any, batch: DistributedBatch, key: Any) -> Any:
         """Returns the traced program of the step."""
@@ -324,8 +321,8 @@ class Engine:
         """Returns the mesh of steps that compare rows."""
         mesh = global_mesh(self.runtime.mesh)
         if self._take is None:
-            reason = f"{self.name} compares rows of a batch, by {operation}"
-            log_choice(reason, self.runtime.num_ranks)
+            self.comparison = f"{self.name} compares rows of a batch, by {operation}"
+            log_choice(self.comparison, self.runtime.num_ranks)
             self._take = RealRows(mesh)
         self._program = replace(self._program, reduction=Reduction("xla"))
         return mesh

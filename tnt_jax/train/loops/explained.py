@@ -1,15 +1,12 @@
 """A custom loop in a process of `tnt-jax explain`: times its steps, as `fit` times its own."""
 
 import linecache
-import os
 import sys
-import sysconfig
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from itertools import count, cycle, islice
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -105,10 +102,12 @@ class ExplainedSteps:
             explaining.try_fused(
                 timed, self._runs.over(_again(one)), self._runs.over(_again(stack))
             )
-        if not self._engine.compares_rows:
+        if self._engine.comparison is None:
             explaining.try_channels_last(self._traced(one).jaxpr.jaxpr)
         self._try_sums(explaining, timed, one)
-        measured = explaining.measured(timed, data.reading, self._traced(one).lower)
+        measured = explaining.measured(
+            timed, data.reading, self._traced(one).lower, comparison=self._engine.comparison
+        )
         left_out = ["LoopCheckpoints"] if is_saving() else []
         report(measured | {"callbacks_left_out": left_out, "line": line})
 
@@ -140,7 +139,7 @@ class ExplainedSteps:
     def _try_sums(self, explaining: Explaining, timed: Timed, batch: DistributedBatch) -> None:
         """Tries other buckets of gradients, if sums take a share of a step."""
         runtime = self.runtime
-        if self._engine.compares_rows or runtime.num_ranks == 1:
+        if self._engine.comparison or runtime.num_ranks == 1:
             return
         if timed.share("placed batches", "no sums", of="as is") <= WORTH_A_TRIAL:
             return
@@ -210,11 +209,6 @@ def _again(batch: DistributedBatch) -> Iterator[DistributedBatch]:
 _EVERY_S = 0.002
 # Of the samples, so that a line is the one.
 _MOST = 0.5
-_LIBRARIES = (
-    *(path + os.sep for path in sysconfig.get_paths().values()),
-    str(Path(__file__).parents[2]) + os.sep,
-    "<frozen",
-)
 
 
 class SampledLines:
@@ -253,7 +247,7 @@ class SampledLines:
 def _line_of(frame: FrameType | None) -> tuple[str, int] | None:
     """Returns file and line of the innermost call that is in no library."""
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_LIBRARIES):
+        if not frame.f_code.co_filename.startswith(_jax.LIBRARIES):
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
     return None

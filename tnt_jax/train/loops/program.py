@@ -248,4 +248,4 @@ def comparison_of_rows(
         with flax_batch_norm_off():
             traced = jax.make_jaxpr(lambda *operands: mapped(*operands))(*operands)
         _, marks = dependences(traced.jaxpr, holds_rows, num_rows)
-    return next((x.operation for x in marks if isinstance(x, Mixed)), None)
+    return next((str(x) for x in marks if isinstance(x, Mixed)), None)

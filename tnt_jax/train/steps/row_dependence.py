@@ -8,7 +8,7 @@ whatever the values are. What cannot be told stays unknown; a run with other row
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -42,9 +42,13 @@ class Unknown:
 
 @dataclass(frozen=True)
 class Mixed:
-    """An array whose values depend on several rows, which an operation combined."""
+    """An array whose values depend on several rows, which an operation combined, in some line."""
 
     operation: str
+    line: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.operation} ({self.line})" if self.line else self.operation
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,10 @@ def _of_equation(equation: Any, found: list[Dependence], batch: _Batch) -> list[
     rule = _RULES.get(name)
     if rule is None:
         return [_spread(equation, found, out) for out in equation.outvars]
-    return [rule(equation, found)] * len(equation.outvars)
+    made = rule(equation, found)
+    if isinstance(made, Mixed):
+        made = replace(made, line=_jax.line_of(equation))
+    return [made] * len(equation.outvars)
 
 
 def _spread(equation: Any, found: list[Dependence], out: Any = None) -> Dependence:

@@ -117,7 +117,10 @@ class _Steps:
             explaining.try_channels_last(traced.jaxpr.jaxpr)
         self._try_sums(explaining, timed, kept)
         return explaining.measured(
-            timed, self._reading, lambda: self._trainer.lower_train_step(self._plan.unpack(kept[0]))
+            timed,
+            self._reading,
+            lambda: self._trainer.lower_train_step(self._plan.unpack(kept[0])),
+            comparison=self._core.require_compiled().dependence,
         )
 
     def _feed(self, items: Iterator[HostBatch]) -> Feed:
