@@ -57,11 +57,13 @@ class StepMemory(NamedTuple):
             "batch and other state": self.others,
             "activations and gradients": self.activations,
         }
-        return "\n".join([
-            f"Memory of a step: {in_units(peak)} a device, by the compiler",
-            *(f"  {in_units(nbytes)} for {name}" for name, nbytes in shares.items()),
-            f"  Most take: {'; '.join(self.largest)}",
-        ])  # fmt: skip
+        return "\n".join(
+            [
+                f"Memory of a step: {in_units(peak)} a device, by the compiler",
+                *(f"  {in_units(nbytes)} for {name}" for name, nbytes in shares.items()),
+                f"  Most take: {'; '.join(self.largest)}",
+            ]
+        )
 
 
 @dataclass(frozen=True)

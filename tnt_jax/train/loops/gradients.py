@@ -259,9 +259,14 @@ class _InPasses:
         key = self._step.key
         key = None if key is None else key_of_fewer_rows(words, key, num_rows)
         step = replace(
-            self._step, batch=batch, key=key, parts={}, records=[], rows_at_once=None,
+            self._step,
+            batch=batch,
+            key=key,
+            parts={},
+            records=[],
+            rows_at_once=None,
             of_all=self._passes,
-        )  # fmt: skip
+        )
         _, function, _ = _opened(self._loss_fn, params, key)
         args, kwargs = self._arguments.unflatten(map(own, self._leaves, parts))
         with tracing(step), padding_left_out(batch.mask):
@@ -289,10 +294,17 @@ class _InPasses:
         if any(_jax.is_varying(x) or _jax.is_key(x) for x in traced.consts):
             raise ValueError(needs_arguments(name))
         if any(map(_jax.is_collective, traced.jaxpr.eqns)):
-            raise ValueError(_whole(name, "its model communicates with other ranks, as a "
-                                    "synchronized BatchNorm does"))  # fmt: skip
-        is_rows = [not draws_by_row(x) for x, part in zip(self._leaves, first[0], strict=True)
-                   if part is not None]  # fmt: skip
+            raise ValueError(
+                _whole(
+                    name,
+                    "its model communicates with other ranks, as a synchronized BatchNorm does",
+                )
+            )
+        is_rows = [
+            not draws_by_row(x)
+            for x, part in zip(self._leaves, first[0], strict=True)
+            if part is not None
+        ]
         holds_rows = [False] * len(jax.tree.leaves(variables)) + is_rows
         holds_rows += [True] * len(jax.tree.leaves(first[1]))
         holds_rows += [False] * (len(traced.jaxpr.invars) - len(holds_rows))
@@ -307,10 +319,13 @@ class _InPasses:
         _, own = self._divided(list(zip(shapes[1].values, outcome.values, strict=True)))
         for x, dependence in own:
             if x.shape[:1] != (self._rows.part_rows,) or not is_by_row(dependence):
-                raise ValueError(_whole(
-                    name, f"its loss function returns {x.dtype}{list(x.shape)}, which has no value "
-                    "for each row, such as statistics of BatchNorm",
-                ))  # fmt: skip
+                raise ValueError(
+                    _whole(
+                        name,
+                        f"its loss function returns {x.dtype}{list(x.shape)}, which has no value "
+                        "for each row, such as statistics of BatchNorm",
+                    )
+                )
 
 
 def _whole(name: str, reason: str) -> str:
