@@ -234,7 +234,7 @@ def keras_sampler():
     )
 
 
-@pytest.mark.parametrize("make", [Sampler, NnxSampler, keras_sampler])
+@pytest.mark.parametrize("make", long_but_last(keras_sampler, NnxSampler, Sampler))
 @pytest.mark.parametrize(
     "options", [{}, pytest.param({"reproducible": True}, marks=pytest.mark.long)]
 )

@@ -10,6 +10,11 @@ import pytest
 
 GALLERY = Path(__file__).parents[2] / "examples" / "gallery"
 PROGRAMS = sorted(path.stem for path in GALLERY.glob("*.py") if path.stem != "digits_data")
+# The others have convolutions, dropout, custom loops and rows that are compared, too.
+LONG = (
+    *("distillation", "experts", "packed_language_model", "segmentation_unet"),
+    "variational_autoencoder",
+)
 # What the whole program must reach.
 REACHED = {
     "vision_transformer": lambda accuracy: accuracy > 0.85,
@@ -50,7 +55,11 @@ def test_a_program_is_below_80_lines_and_says_how_it_is_started(name):
     assert f"tnt-jax -n 2 -- examples/gallery/{name}.py" in text
 
 
-@pytest.mark.parametrize("program", PROGRAMS, indirect=True)
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(x, marks=pytest.mark.long) if x in LONG else x for x in PROGRAMS],
+    indirect=True,
+)
 def test_a_program_gives_on_four_devices_what_it_gives_on_one(program, use_ranks):
     found = []
     for ranks in (1, 4):

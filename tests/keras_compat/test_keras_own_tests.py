@@ -34,6 +34,7 @@ MODULES = [
     for name in MODULES
     if name in OF_MODELS or not name.startswith(("keras.src.trainers", "keras.src.models"))
 ]
+LONG = ("saving_lib_test", "optimizer_sparse_test")
 # Modules and tests that are left out, and why.
 MODULES_LEFT_OUT = {
     "multi_optimizer_test": "optax.partition gives each part of the parameters a rule of its own",
@@ -152,7 +153,12 @@ def is_skipped(test):
 
 
 @pytest.mark.parametrize(
-    "module", [name for name in MODULES if name.rpartition(".")[2] not in MODULES_LEFT_OUT]
+    "module",
+    [
+        pytest.param(name, marks=pytest.mark.long) if name.endswith(LONG) else name
+        for name in MODULES
+        if name.rpartition(".")[2] not in MODULES_LEFT_OUT
+    ],
 )
 def test_keras_own_tests_pass(module, use_ranks):
     use_ranks(1)

@@ -112,11 +112,11 @@ def test_small_batches_move_and_results_are_those_of_one_device(make, mesh):
 
 @pytest.mark.parametrize(
     "more",
-    [
+    long_but_last(
         {"steps_per_execution": 2},
         {"on_nan": "skip"},
         {"optimizer": tnt.optimizers.SGD(0.1, gradient_accumulation_steps=2)},
-    ],
+    ),
     ids=lambda more: next(iter(more)),
 )
 def test_options_of_compile_change_nothing(more):

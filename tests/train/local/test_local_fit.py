@@ -112,7 +112,9 @@ def test_all_groups_have_the_same_weights_logs_and_predictions(pairs):
         assert_same_bits(first, second)
 
 
-@pytest.mark.parametrize(("processes", "num_devices"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("processes", "num_devices"), [pytest.param(4, 1, marks=pytest.mark.long), (2, 2)]
+)
 def test_the_ranks_of_a_group_do_not_change_its_numbers(pairs, processes, num_devices, tmp_path):
     groups = [[0], [1]] if processes == 2 else [[0, 1], [2, 3]]
     sync = {"sync": STREAMING | {"groups": groups}}
