@@ -2,9 +2,10 @@
 
 import time
 
+import numpy as np
 import pytest
 
-from tnt_jax.train.explaining import run_to_end, turns
+from tnt_jax.train.explaining import Timed, run_to_end, turns
 
 
 def test_programs_of_the_caller_are_timed_like_the_others(use_ranks):
@@ -40,3 +41,13 @@ def test_kinds_come_first_and_last_in_turns(use_ranks):
     run_to_end(turns(kinds, rounds=2, programs=1))
     # Twice in each turn: what warms up, and what is timed.
     assert "".join(order[::2]) == "abbaab"
+
+
+@pytest.mark.parametrize(("half", "is_small"), [(0.9, True), (0.76, True), (0.5, False)])
+def test_batches_are_small_where_half_the_rows_take_nearly_as_long(use_ranks, half, is_small):
+    use_ranks(1)
+    whole = np.full((3, 1), 0.01)
+    assert Timed({"no sums": whole, "half the rows": half * whole}, {}).is_of_small_batches() == (
+        is_small
+    )
+    assert not Timed({"no sums": whole}, {}).is_of_small_batches()

@@ -97,11 +97,10 @@ class ExplainedSteps:
             with SampledLines() as lines:
                 yield explaining.programs
             line = lines.most()
-        if batch.num_steps is None and data.reading.is_uniform():
+        is_free = batch.num_steps is None and data.reading.is_uniform()
+        if is_free and timed.is_of_small_batches():
             stack = put_batches(self.runtime.mesh, stacked=True)(data.reading.kept[:FUSED])
-            explaining.try_fused(
-                timed, self._runs.over(_again(one)), self._runs.over(_again(stack))
-            )
+            explaining.try_fused(self._runs.over(_again(one)), self._runs.over(_again(stack)))
         if self._engine.comparison is None:
             explaining.try_channels_last(self._traced(one).jaxpr.jaxpr)
         self._try_sums(explaining, timed, one)

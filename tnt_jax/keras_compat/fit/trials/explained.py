@@ -110,8 +110,8 @@ class _Steps:
             if timed.share("as is", "no callbacks", of="as is") > WORTH_A_TRIAL:
                 self._try_without_callbacks(explaining, whole)
             is_free = self._num_steps == 1 and self._trainer.steps.fused is not None
-            if is_free and self._reading.is_uniform():
-                self._try_fused(explaining, timed, kept, group)
+            if is_free and self._reading.is_uniform() and timed.is_of_small_batches():
+                self._try_fused(explaining, kept, group)
         traced = self._trainer.trace(group)
         if traced is not None and type(self._trainer.steps) is DataParallelSteps:
             explaining.try_channels_last(traced.jaxpr.jaxpr)
@@ -211,11 +211,7 @@ class _Steps:
             explaining.note_trial("callback", name, timed.slowest(""), timed.slowest(name))
 
     def _try_fused(
-        self,
-        explaining: Explaining,
-        timed: Timed,
-        kept: Sequence[HostBatch],
-        group: DeviceBatches,
+        self, explaining: Explaining, kept: Sequence[HostBatch], group: DeviceBatches
     ) -> None:
         """Lets several steps share a program."""
         trainer = self._trainer
@@ -223,7 +219,6 @@ class _Steps:
         rows = sum(item.num_rows for item in kept[:FUSED])
         together = DeviceBatches(trainer.put_stacked(batch), rows, FUSED, kept[0].shards)
         explaining.try_fused(
-            timed,
             lambda n: self._run(repeat(group, n), CountedRows()),
             lambda n: self._run(repeat(together, n), CountedRows()),
         )
