@@ -60,8 +60,8 @@ def fit(model, num_examples, size, *, optimizer=None, **options):
 
 @contextmanager
 def losses_kept():
-    """Keeps the losses that layers add, which Keras knows by `id`: once one is gone, another has
-    its `id`, and Keras leaves it out, or counts it twice.
+    """Keeps the losses that layers add, which Keras knows by `id`: once one is gone, another may
+    get its `id`, and Keras may leave that one out, or count it twice.
     """
     kept, add_loss = [], keras.layers.Layer.add_loss
 

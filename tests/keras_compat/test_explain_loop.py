@@ -149,3 +149,4 @@ def test_a_model_that_compares_rows_is_explained_too(explain):
 
     found = explain(X, Y, batch_size=ROWS, ranks=2, module=Compares())
     assert {"no sums", "half the rows"} < set(found.measured["seconds"])
+    assert "by reduce_sum (test_explain_loop.py:" in found.measured["comparison"]

@@ -174,7 +174,7 @@ LIBRARIES = (
 @or_plain(lambda equation: "", lost="Messages do not name the line that compares rows.")
 def line_of(equation: Any) -> str:
     """Returns file and line of the innermost call that no library has; empty if none is known."""
-    # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0.
+    # Private. Checked with JAX 0.10.0 and 0.12.0.
     traceback = equation.source_info.traceback
     for frame in () if traceback is None else traceback.frames:
         if not frame.file_name.startswith(LIBRARIES):
