@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from types import SimpleNamespace
 
 import flax.linen as nn
+import jax
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from tnt_jax.data.layout import RankSlice
 from tnt_jax.data.sources import ArraySource
 from tnt_jax.data.streams import EpochStream
 from tnt_jax.keras_compat.comparable import comparable, flat
+from tnt_jax.keras_compat.fit import start_check
 from tnt_jax.keras_compat.fit.hooks import Place, Progress
 from tnt_jax.keras_compat.fit.resume import CHANGES, Resumption, differences
 from tnt_jax.train.checkpoints.checkpoint import Position
@@ -169,3 +172,18 @@ def test_descriptions_of_a_run_are_the_same_in_every_process(tmp_path):
     assert keras["model.layers[1].rate"] == "0.1"
     assert "callback 1, ReduceLROnPlateau.patience" in json.loads(texts[0])[0]["learning_rate"]
     assert json.loads(texts[0])[2]["optimizer"]["optimizer.beta_1"] == "0.9"
+
+
+def test_versions_are_those_of_packages_that_are_installed(monkeypatch):
+    """A source tree in PYTHONPATH is none."""
+    plain = metadata.version
+
+    def version(name):
+        if name == "tnt-jax":
+            raise metadata.PackageNotFoundError(name)
+        return plain(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    found = start_check.installed_versions.__wrapped__()
+    assert found["jax"] == jax.__version__
+    assert "tnt-jax" not in found

@@ -188,7 +188,15 @@ def _of_jax(core: Core) -> dict[str, Any]:
 def installed_versions() -> dict[str, str]:
     """Returns the versions of Python and of the packages that compute."""
     python = ".".join(platform.python_version_tuple()[:2])
-    return {"Python": python} | {name: metadata.version(name) for name in _PACKAGES}
+    found = {name: _version(name) for name in _PACKAGES}
+    return {"Python": python} | {name: version for name, version in found.items() if version}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # A source tree in PYTHONPATH.
+        return None
 
 
 def _kind(data: Any) -> str:
