@@ -1,6 +1,7 @@
 """The rows of a pass are the most that fit, with few programs compiled."""
 
 import jax
+import numpy as np
 import pytest
 
 from tnt_jax import _jax
@@ -18,11 +19,19 @@ class Device:
 def test_the_limit_is_the_setting_or_what_the_devices_state_or_a_share_of_the_host(use_ranks):
     use_ranks(1)
     gpus = [Device({"bytes_limit": 60}), Device({"bytes_limit": 50})]
-    assert memory_choice.memory_limit(gpus, 7) == 7
-    assert memory_choice.memory_limit(gpus, None) == 50
-    one = memory_choice.memory_limit([Device(None)], None)
-    assert 2**28 < one == memory_choice.memory_limit(jax.devices()[:1], None)
-    assert memory_choice.memory_limit([Device(None)] * 2, None) == one // 2
+    assert memory_choice.memory_limit(gpus, 7, ()) == 7
+    assert memory_choice.memory_limit(gpus, None, ()) == 50
+    one = memory_choice.memory_limit([Device(None)], None, ())
+    assert 2**28 < one == memory_choice.memory_limit(jax.devices()[:1], None, ())
+    assert memory_choice.memory_limit([Device(None)] * 2, None, ()) == one // 2
+
+
+def test_what_other_arrays_than_the_state_take_is_not_there_for_a_step(use_ranks):
+    use_ranks(1)
+    state = jax.device_put(np.zeros(5, np.float32), jax.devices()[0])
+    gpus = [Device({"bytes_limit": 60, "bytes_in_use": x}) for x in (10, 45)]
+    assert memory_choice.memory_limit(gpus, None, state) == 60 - (45 - 20)
+    assert memory_choice.memory_limit(gpus[:1], None, state) == 60
 
 
 HLO = """HloModule step, is_scheduled=true

@@ -304,15 +304,21 @@ def _agreed(nbytes: int) -> int:
     return int(collectives.all_reduce(nbytes, "max"))
 
 
-def memory_limit(devices: Sequence[Any], setting: int | None) -> int:
+def memory_limit(devices: Sequence[Any], setting: int | None, state: Any) -> int:
     """Returns the bytes that a step may use on a device, the same on every process.
 
-    They are those of the setting (`TNT_DEVICE_MEMORY`), those that the device states, or an equal
-    share of the host's memory for each device of this process; of several processes and devices the
-    least.
+    They are those of the setting (`TNT_DEVICE_MEMORY`), those that the device states without what
+    other arrays than `state` take, or an equal share of the host's memory for each device of this
+    process; of several processes and devices the least.
     """
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
-    stated = [(device.memory_stats() or {}).get("bytes_limit", host) for device in devices]
+    own = local_bytes(state)
+
+    def free(stats: dict[str, int]) -> int:
+        others = max(stats.get("bytes_in_use", 0) - own, 0)
+        return stats["bytes_limit"] - others if "bytes_limit" in stats else host
+
+    stated = [free(device.memory_stats() or {}) for device in devices]
     return int(collectives.all_reduce(min(stated) if setting is None else setting, "min"))
 
 

@@ -232,9 +232,14 @@ class Core:
             self._choose_passes(call, batch, trace)
         fitted.add((call, shapes))
 
+    def _memory_limit(self) -> int:
+        """Returns the bytes that a step may use on a device."""
+        job, state = runtime.init(), self.trainer.require_state()
+        return memory_choice.memory_limit(job.mesh.local_devices, job.settings.device_memory, state)
+
     def _choose_passes(self, call: str, batch: Batch, trace: Callable[[], Any]) -> None:
         """Chooses the rows at once of evaluation or prediction."""
-        job, state = runtime.init(), self.trainer.require_state()
+        state = self.trainer.require_state()
         whole = memory_choice.local_bytes(state)
         given = memory_choice.local_bytes((state.params, state.model_state))
 
@@ -250,7 +255,7 @@ class Core:
         way = memory_choice.Way(
             "", whole, 0, program, whole - given, num_rows, lambda: dependence or None
         )
-        limit = memory_choice.memory_limit(job.mesh.local_devices, job.settings.device_memory)
+        limit = self._memory_limit()
         choice = memory_choice.choose(f"{call}({memory_choice.MICRO_BATCH})", [way], limit)
         if choice.rows_at_once != self.at_once.evaluation:
             self.at_once.evaluation = choice.rows_at_once
@@ -292,7 +297,7 @@ class Core:
         After a step that fitted and has `failed` for lack of memory, it is one that needs less.
         """
         trainer, compilation, job = self.trainer, self.require_compiled(), runtime.init()
-        limit = memory_choice.memory_limit(job.mesh.local_devices, job.settings.device_memory)
+        limit = self._memory_limit()
         if failed is not None:
             limit = int(failed.nbytes) - 1
         state, placed = trainer.require_state(), trainer.put(batch)

@@ -276,7 +276,8 @@ class Engine:
         waiting = BATCHES_AHEAD * local_bytes(arrays)
         floor = local_bytes((state, arrays)) + waiting
         way = Way("", floor, 0, program, waiting, self._rows_of_rank(arrays, stacked=stacked))
-        limit = memory_limit(self.runtime.mesh.local_devices, self.runtime.settings.device_memory)
+        setting = self.runtime.settings.device_memory
+        limit = memory_limit(self.runtime.mesh.local_devices, setting, state)
         choice = choose(f'{self.name}(rows_at_once="auto")', [way], limit)
         logger.info("%s.", choice)
         self._chosen[stacked] = choice.rows_at_once
