@@ -11,11 +11,19 @@ import sys
 
 import numpy as np
 import pytest
-from processes import SCRIPTS, environment
+from processes import SCRIPTS, environment, launch
 from traces import sums_beside_kernels
 
 from tnt_jax.cluster.devices import count_gpus
 
+# As in device_networks.py, which is not imported: it starts JAX.
+NETWORKS = (
+    "linen", "resnet20", "nnx", "keras", "keras lstm", "keras gru", "decoder", "accumulated",
+    "as many rows as fit", "several steps", "adam", "skip", "reproducible", "resumed", "own loop",
+    "local steps", "mesh", "bfloat16",
+)  # fmt: skip
+# Those of run_with_less_memory.py.
+ROWS = 131072
 NUM_GPUS = count_gpus(os.environ)
 
 
@@ -30,14 +38,14 @@ def on_gpus(count):
     return mark
 
 
-def run(*words, platform="cuda"):
-    """Runs `device_runs.py` in a process of its own, as the tests' process is on CPUs."""
+def run(*words, script="device_runs.py", platform="cuda", **extra):
+    """Runs a script in a process of its own, as the tests' process is on CPUs."""
     done = subprocess.run(
-        [sys.executable, SCRIPTS / "device_runs.py", *map(str, words)],
+        [sys.executable, SCRIPTS / script, *map(str, words)],
         capture_output=True,
         text=True,
         timeout=600,
-        env=environment(JAX_PLATFORMS=platform),
+        env=environment(JAX_PLATFORMS=platform, **extra),
     )
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
@@ -70,6 +78,53 @@ def test_a_gpu_trains_as_a_cpu_does():
     found, expected = run("weights", 1, "plain"), run("weights", 1, "plain", platform="cpu")
     # Products are computed in TF32, with 10 bits behind the point.
     np.testing.assert_allclose(found["history"], expected["history"], rtol=2e-2)
+
+
+# How far a device's sums of products and means are from those of a CPU, where no error grows.
+RTOL, ATOL = 1e-4, 2e-4
+# Adam divides small gradients by their size; losses of half precision have 8 bits.
+LOOSE = {"adam": 2e-3, "bfloat16": 1e-2, "resnet20": 5e-3}
+
+
+@pytest.fixture(scope="module")
+def networks():
+    """Returns what small networks give on a GPU and on CPUs."""
+    full = {"script": "device_networks.py", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    return [run(platform=platform, **full)["found"] for platform in ("cuda", "cpu")]
+
+
+@on_gpus(1)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_trains_on_a_gpu_as_on_cpus(networks, name):
+    found, expected = (results[name] for results in networks)
+    assert not isinstance(expected, str), expected
+    assert not isinstance(found, str), found
+    np.testing.assert_allclose(found, expected, rtol=RTOL, atol=LOOSE.get(name, ATOL))
+
+
+@on_gpus(1)
+def test_a_step_that_finds_no_memory_on_a_gpu_gives_way_to_one_that_needs_less():
+    script = SCRIPTS / "run_with_less_memory.py"
+    result = launch(0, script, timeout_s=400, JAX_PLATFORMS="cuda", TNT_LOG_LEVEL="INFO")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
+    (whole, _), (values, remat) = found.pop("fit_in_blocks")
+    np.testing.assert_allclose(values, whole, rtol=1e-3)
+    assert remat == "full"
+    for call, ((whole, at_once), (values, rows)) in found.items():
+        all_rows = ROWS if call in ("fit", "loop") else 2 * ROWS
+        assert at_once is None
+        assert 1 < rows < all_rows, call
+        np.testing.assert_allclose(values, whole, rtol=1e-3, atol=1e-4)
+        assert f"A device has no memory for {all_rows} rows at once" in result.stderr
+
+
+@on_gpus(1)
+def test_memory_that_other_arrays_take_is_left_to_them():
+    found = run("beside")
+    assert found["alone"]["rows"] is None
+    assert 1 < found["beside"]["rows"] < found["num_rows"]
+    np.testing.assert_allclose(found["beside"]["losses"], found["alone"]["losses"], rtol=1e-4)
 
 
 @on_gpus(2)

@@ -3,6 +3,7 @@
 The tests marked `gpu` run it on GPUs; on CPUs it runs as well, except `attention`.
 """
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -57,6 +58,30 @@ def trace(folder):
     return {"trace": str(next(Path(folder).rglob("*.trace.json.gz")))}
 
 
+def beside():
+    """Returns what a fit gives alone, and beside arrays that leave half of what it needs."""
+    (device,), num_rows = jax.local_devices(), 2**19
+    x = np.random.default_rng(0).standard_normal((num_rows, 64)).astype(np.float32)
+    layers = [layer for _ in range(8) for layer in (nn.Dense(256), nn.tanh)]
+
+    def fit():
+        model = tnt.Model(nn.Sequential([*layers, nn.Dense(1)]), seed=0)
+        model.compile(tnt.optimizers.SGD(0.1), loss="mse")
+        options = {"batch_size": num_rows, "epochs": 2, "verbose": 0, "shuffle": False}
+        history = model.fit(x, x[:, :1], tnt_micro_batch_size="auto", **options).history
+        choice = model._core.memory_choice
+        found = {"losses": history["loss"], "rows": model._core.at_once.training}
+        return choice.chosen.nbytes, found | {"choice": str(choice), "limit": choice.limit}
+
+    nbytes, alone = fit()
+    gc.collect()
+    stats = device.memory_stats()
+    held = jnp.zeros(stats["bytes_limit"] - stats["bytes_in_use"] - nbytes // 2, jnp.uint8)
+    jax.block_until_ready(held)
+    found = {"alone": alone, "beside": fit()[1], "num_rows": num_rows, "held": held.nbytes}
+    return found | {"peak": device.memory_stats()["peak_bytes_in_use"]}
+
+
 def attention():
     """Returns which kernel is chosen and how far its results are from those of XLA."""
     keys = jax.random.split(jax.random.key(0), 3)
@@ -81,5 +106,5 @@ def attention():
 
 
 if __name__ == "__main__":
-    run = {"weights": weights, "trace": trace, "attention": attention}[sys.argv[1]]
+    run = {f.__name__: f for f in (weights, trace, attention, beside)}[sys.argv[1]]
     print("RESULT " + json.dumps({"platform": jax.default_backend(), **run(*sys.argv[2:])}))
