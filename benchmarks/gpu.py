@@ -1,14 +1,17 @@
 """Speed of one device: ResNet-50 and Transformer-big through tnt_jax, a bare JAX step, and compiled
 PyTorch, in one run.
 
-Inputs are random and stay on the device, so that steps alone are measured; computations are in
-bfloat16, parameters in float32. The share of the chip's peak counts the products of the model's
-formula, not what a kernel does besides.
+Inputs are random and stay on the device, so that steps alone are measured; `fit` alone gets its
+batches, of the same kind, from the host's memory. Computations are in bfloat16, parameters in
+float32. The share of the chip's peak counts the products of the model's formula, not what a kernel
+does besides.
 
     python benchmarks/gpu.py --models resnet50 transformer_big --output gpu.json
 
+Contenders run in processes of their own at the same time, and take turns round by round.
+
 PyTorch runs where torch (and for ResNet-50 torchvision) is installed. Without a GPU the script can
-be tried with small sizes; such numbers mean nothing. It has not been run on a GPU.
+be tried with small sizes; such numbers mean nothing.
 """
 
 import argparse
@@ -25,7 +28,8 @@ from typing import Any
 
 from machine import add_platform, choose_devices, environment
 
-CONTENDERS = ("tnt_jax", "bare jax", "torch")
+CONTENDERS = ("tnt_jax fit", "tnt_jax", "bare jax", "torch")
+READY, RESULT = "READY", "RESULT "
 # Dense bfloat16 TFLOP/s from the data sheets.
 PEAKS = {"H100": 989.4, "H200": 989.4, "A100": 311.9, "V100": 125.0}
 
@@ -45,6 +49,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--image-size", type=int, default=224, help="(default: 224)")
     parser.add_argument("--steps", type=int, default=20, help="steps of a round (default: 20)")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default: 5)")
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="compile at the same time: sooner done, but trials of kernels disturb each other",
+    )
     add_platform(parser)
     parser.add_argument("--output", help="JSON file for the results")
     parser.add_argument("--worker", nargs=2, metavar=("MODEL", "CONTENDER"), help=argparse.SUPPRESS)
@@ -132,6 +141,29 @@ def run_tnt(args: argparse.Namespace, model: str) -> tuple[Callable[[], Any], in
         jax.block_until_ready(held[1])
 
     return run, sum(x.size for x in jax.tree.leaves(state.params))
+
+
+def run_fit(args: argparse.Namespace, model: str) -> tuple[Callable[[], Any], int]:
+    import jax
+    import numpy as np
+
+    import tnt_jax as tnt
+
+    module, optimizer, inputs, targets = jax_problem(args, model)
+    # Not a view of the device's memory, and as many batches as steps of a round.
+    inputs, targets = jax.tree.map(
+        lambda x: np.concatenate([np.asarray(x)] * args.steps), (inputs, targets)
+    )
+    trained = tnt.Model(module)
+    loss = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
+    trained.compile(optimizer, loss=loss)
+    options = {"batch_size": batch_size_of(args, model), "epochs": 1, "verbose": 0}
+
+    def run() -> None:
+        trained.fit(inputs, targets, **options)
+
+    run()
+    return run, sum(x.size for x in jax.tree.leaves(trained.variables["params"]))
 
 
 def run_bare(args: argparse.Namespace, model: str) -> tuple[Callable[[], Any], int]:
@@ -239,22 +271,24 @@ def make_torch_transformer(torch: Any) -> Any:
 
 
 def work(args: argparse.Namespace, model: str, contender: str) -> None:
-    """Measures one contender in this process and prints the result as JSON."""
+    """Prepares one contender in this process, runs a round for each line that it is sent, and
+    prints the result as JSON when there are no more.
+    """
     choose_devices(args.platform)
-    run, num_params = {"tnt_jax": run_tnt, "bare jax": run_bare, "torch": run_torch}[contender](
-        args, model
-    )
+    # Contenders share the device's memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    makers = {"tnt_jax fit": run_fit, "tnt_jax": run_tnt, "bare jax": run_bare, "torch": run_torch}
+    run, num_params = makers[contender](args, model)
     run()
+    print(READY, flush=True)
     times = []
-    for _ in range(args.rounds):
+    for _ in sys.stdin:
         start = time.perf_counter()
         run()
         times.append((time.perf_counter() - start) / args.steps)
-    print(
-        "RESULT "
-        + json.dumps({"seconds": times, "num_params": num_params, **device_facts(args, contender)}),
-        flush=True,
-    )
+        print(READY, flush=True)
+    facts = device_facts(args, contender)
+    print(RESULT + json.dumps({"seconds": times, "num_params": num_params, **facts}), flush=True)
 
 
 def device_facts(args: argparse.Namespace, contender: str) -> dict[str, Any]:
@@ -279,9 +313,54 @@ def device_facts(args: argparse.Namespace, contender: str) -> dict[str, Any]:
     }
 
 
+def measure(args: argparse.Namespace, model: str) -> list[dict[str, Any]]:
+    """Returns the results of all contenders, whose rounds take turns."""
+    needs = ["torch", "torchvision"] if model == "resnet50" else ["torch"]
+    has_torch = all(map(importlib.util.find_spec, needs))
+    if "torch" in args.contenders and not has_torch:
+        print(f"{model}: PyTorch is left out: {' and '.join(needs)} must be installed.")
+    workers: dict[str, subprocess.Popen[str]] = {}
+    for contender in args.contenders:
+        if contender != "torch" or has_torch:
+            # A process of its own, because each library keeps the memory that it has taken.
+            command = [sys.executable, os.path.abspath(__file__), *sys.argv[1:]]
+            command += ["--worker", model, contender]
+            workers[contender] = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            if not args.together:
+                wait_for(workers[contender], READY)
+    if args.together:
+        for worker in workers.values():
+            wait_for(worker, READY)
+    for _ in range(args.rounds):
+        for worker in workers.values():
+            assert worker.stdin is not None
+            worker.stdin.write("\n")
+            worker.stdin.flush()
+            wait_for(worker, READY)
+    results = []
+    for contender, worker in workers.items():
+        assert worker.stdin is not None
+        worker.stdin.close()
+        found = json.loads(wait_for(worker, RESULT))
+        worker.wait()
+        results.append({"model": model, "contender": contender, **found})
+    return results
+
+
+def wait_for(worker: "subprocess.Popen[str]", word: str) -> str:
+    """Returns the rest of the next line of a worker that begins with a word."""
+    assert worker.stdout is not None
+    for line in worker.stdout:
+        if line.startswith(word):
+            return line.removeprefix(word)
+    sys.exit(f"{worker.args} ended with exit code {worker.wait()}.")
+
+
 def report(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     print(
-        f"{'model':16} {'contender':10} {'ms/step':>8} {'spread':>8} {'items/s':>10} "
+        f"{'model':16} {'contender':11} {'ms/step':>8} {'spread':>8} {'items/s':>10} "
         f"{'of peak':>8} {'GiB':>6}  device"
     )
     for row in results:
@@ -293,7 +372,7 @@ def report(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
         memory = f"{row['peak_bytes'] / 2**30:6.1f}" if row["peak_bytes"] else f"{'-':>6}"
         spread = f"{(max(row['seconds']) - min(row['seconds'])) * 1e3:8.2f}"
         speed = f"{step * 1e3:8.2f} {spread} {items / step:10.0f}"
-        print(f"{row['model']:16} {row['contender']:10} {speed} {share} {memory}  {row['device']}")
+        print(f"{row['model']:16} {row['contender']:11} {speed} {share} {memory}  {row['device']}")
 
 
 def main() -> None:
@@ -301,34 +380,11 @@ def main() -> None:
     if args.worker:
         work(args, *args.worker)
         return
-    results = []
-    for model in args.models:
-        for contender in args.contenders:
-            needs = ["torch", "torchvision"] if model == "resnet50" else ["torch"]
-            if contender == "torch" and not all(importlib.util.find_spec(name) for name in needs):
-                print(f"{model}: PyTorch is left out: {' and '.join(needs)} must be installed.")
-                continue
-            # A process of its own, because each library keeps the memory that it has taken.
-            command = [
-                sys.executable,
-                os.path.abspath(__file__),
-                *sys.argv[1:],
-                "--worker",
-                model,
-                contender,
-            ]
-            output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-            found = next(line for line in output.splitlines() if line.startswith("RESULT "))
-            results.append(
-                {
-                    "model": model,
-                    "contender": contender,
-                    **json.loads(found.removeprefix("RESULT ")),
-                }
-            )
+    results = [row for model in args.models for row in measure(args, model)]
     report(args, results)
     if args.output:
-        about = {"arguments": vars(args), **environment()}
+        about = {"arguments": vars(args), "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}
+        about |= environment()
         Path(args.output).write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
 
 
