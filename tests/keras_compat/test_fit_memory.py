@@ -15,7 +15,7 @@ from training import assert_close, crossentropy
 
 import tnt_jax as tnt
 from tnt_jax import _jax
-from tnt_jax.train import memory_choice
+from tnt_jax.train import memory_choice, trainer
 from tnt_jax.train.contracts import Batch, LossTerm, Measured
 from tnt_jax.train.execution import one_by_one
 from tnt_jax.train.state import create_state
@@ -333,6 +333,34 @@ def test_a_program_that_fails_and_has_taken_the_state_gets_it_back(use_ranks, fe
     assert_close(train(model, "auto", callbacks=[fail]), history)
     assert fail.rows_at_once == [12]
     assert model._core.at_once.training == 6
+
+
+@pytest.mark.parametrize("saves", ["full", "never"])
+def test_a_step_that_finds_no_memory_for_one_row_gives_way_to_another(
+    use_ranks, monkeypatch, capfd, saves
+):
+    use_ranks(1)
+    history = train(make_model(Net()), None)
+    model, rows = make_model(Net()), []
+
+    def first_run(start, **options):
+        def failing():
+            if model._core._used.remat == saves:
+                return start()
+            rows.append(model._core.at_once.training)
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.")
+
+        return memory_choice.first_run(failing, **options)
+
+    monkeypatch.setattr(trainer, "first_run", first_run)
+    if saves == "never":
+        with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
+            train(model, "auto")
+        assert rows == 2 * [None, 12, 6, 3, 1]  # As it is, and with blocks computed twice.
+    else:
+        assert_close(train(model, "auto"), history)
+        assert rows == [None, 12, 6, 3, 1]
+        assert "although the compiler stated that it fits: remat='full'" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])

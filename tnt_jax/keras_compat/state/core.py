@@ -294,7 +294,8 @@ class Core:
     ) -> None:
         """Chooses the first form of a step that fits the memory of a device, and takes it.
 
-        After a step that fitted and has `failed` for lack of memory, it is one that needs less.
+        After a step that fitted and has `failed` for lack of memory, at last with one row at once
+        where that is possible, it is one that needs less.
         """
         trainer, compilation, job = self.trainer, self.require_compiled(), runtime.init()
         limit = self._memory_limit()
@@ -346,7 +347,11 @@ class Core:
             places = steps.place(state)
             floor = memory_choice.local_bytes(places) + of_batch + waiting
             grads = memory_choice.local_bytes(places.params)
-            return memory_choice.Way(form.name, floor, grads, program, waiting, num_rows, why_whole)
+            has_failed = form is forms[0] and failed is not None and why_whole() is None
+            asked_rows = None if has_failed else num_rows
+            return memory_choice.Way(
+                form.name, floor, grads, program, waiting, asked_rows, why_whole
+            )
 
         def variants() -> Iterator[_Form]:
             """Yields the forms that there are by then: only some models can rematerialize."""
@@ -384,16 +389,15 @@ class Core:
             self._take(form, choice.rows_at_once)
         if num_rows is not None:
             trainer.fewer_rows = lambda: (
-                self._compute_fewer_rows(num_rows)
-                if why_whole() is None
-                else self._choose_less(asked, batch, trace)
+                (why_whole() is None and self._compute_fewer_rows(num_rows))
+                or self._choose_less(asked, batch, trace)
             )
             trainer.fewer_evaluated_rows = lambda: (
                 compilation.dependence is None and self._evaluate_fewer_rows(num_rows)
             )
 
     def _choose_less(self, asked: str, batch: Batch, trace: Callable[[], Any] | None) -> bool:
-        """Chooses a step of all rows that needs less memory; returns whether there is one.
+        """Chooses another form of a step that needs less memory; returns whether there is one.
 
         Batches stay where they are, so the mesh does, too.
         """
