@@ -335,6 +335,32 @@ def test_a_program_that_fails_and_has_taken_the_state_gets_it_back(use_ranks, fe
     assert model._core.at_once.training == 6
 
 
+def test_a_program_is_not_tried_on_a_device_that_states_too_little_memory(
+    use_ranks, monkeypatch, capfd
+):
+    use_ranks(1)
+    history = train(make_model(Net()), None)
+    asked, compiled = [], []
+
+    def lack(devices, nbytes):
+        asked.append(nbytes)
+        return len(asked) < 3
+
+    monkeypatch.setattr(memory_choice, "_free_bytes", lambda device: 0)
+    monkeypatch.setattr(memory_choice, "_lack", lack)
+
+    def note(event, seconds, **facts):
+        if event.endswith("backend_compile_duration") and "step" in facts["fun_name"]:
+            compiled.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    found = train(make_model(Net()), "auto")
+    jax.monitoring.unregister_event_duration_listener(note)
+    assert_close(found, history)
+    assert capfd.readouterr().err.count("A device has no memory") == 2
+    assert len(asked) == len(compiled) == 4, "A program was compiled twice."
+
+
 @pytest.mark.parametrize("saves", ["full", "never"])
 def test_a_step_that_finds_no_memory_for_one_row_gives_way_to_another(
     use_ranks, monkeypatch, capfd, saves

@@ -341,7 +341,8 @@ def first_run(
 ) -> _T:
     """Runs a program for the first time; without memory for it, one with fewer rows at once.
 
-    A process that is alone runs it and sees. Of several, one that lacks memory within a program
+    A process that is alone runs it and sees, unless its devices state that they have too little:
+    GPUs wait 10 s for memory that is not there. Of several, one that lacks memory within a program
     would leave the others waiting for it: all ask beforehand for what it computes, and go on alike.
 
     `start` starts the program that there is by then, which holds `computed_bytes` on each device
@@ -353,7 +354,10 @@ def first_run(
             lacks = not _find_memory(devices, computed_bytes())
             if not collectives.any_process(lacks, where="the first step") or not fewer_rows():
                 return start()
+    states_memory = any(_free_bytes(device) is not None for device in devices)
     while True:
+        if states_memory and _lack(devices, computed_bytes()) and fewer_rows():
+            continue
         try:
             return jax.block_until_ready(start())
         except jax.errors.JaxRuntimeError as error:
@@ -364,8 +368,21 @@ def first_run(
                 raise
 
 
+def _free_bytes(device: Any) -> int | None:
+    """Returns the bytes that no array takes; None on a device that does not state them."""
+    stats = device.memory_stats() or {}
+    return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
+
+
+def _lack(devices: Sequence[Any], nbytes: int) -> bool:
+    """Returns whether a device states that it has less memory."""
+    return any((free := _free_bytes(x)) is not None and free < nbytes for x in devices)
+
+
 def _find_memory(devices: Sequence[Any], nbytes: int) -> bool:
     """Returns whether each device has memory for an array of so many bytes, which is dropped."""
+    if _lack(devices, nbytes):
+        return False
     try:
         shape = (-(-nbytes // 2**20), 2**20)
         jax.block_until_ready([jnp.zeros(shape, np.uint8, device=device) for device in devices])
