@@ -19,7 +19,7 @@ from tnt_jax.train import memory_choice, trainer
 from tnt_jax.train.contracts import Batch, LossTerm, Measured
 from tnt_jax.train.execution import one_by_one
 from tnt_jax.train.state import create_state
-from tnt_jax.train.steps.micro_batches import why_in_one_pass
+from tnt_jax.train.steps.micro_batches import in_passes, why_in_one_pass
 
 ROWS, WIDTH = 61, 16
 
@@ -305,6 +305,23 @@ def test_what_forbids_passes_is_found_by_tracing(use_ranks, what, reason):
     state = create_state(jnp.ones((4, 1)), {}, optax.sgd(0.1), seed=0)
     batch = Batch(np.ones((6, 4), "f4"), weight=np.ones(6, "f4"))
     assert why_in_one_pass(Odd(what), state, batch, 3, tnt.init().mesh) == reason
+
+
+def test_passes_whose_rows_are_rounded_equal_one_pass(use_ranks, few_rows):
+    use_ranks(1)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(500, WIDTH)).astype(np.float32)
+
+    def fit(micro):
+        model = make_model(Net())
+        options = {"batch_size": 300, "epochs": 2, "verbose": 0, "tnt_micro_batch_size": micro}
+        return model.fit(x, np.arange(500) % 5, **options).history
+
+    history = fit(None)
+    few_rows(77)  # Passes of 76 rows, the last of 72; of the second batch those of 68 and 64.
+    assert in_passes(300, 77).part_rows == 76
+    assert in_passes(200, 77).part_rows == 68
+    assert_close(fit("auto"), history)
 
 
 class Fail(tnt.callbacks.Callback):

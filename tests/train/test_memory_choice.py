@@ -6,6 +6,7 @@ import pytest
 
 from tnt_jax import _jax
 from tnt_jax.train import memory_choice
+from tnt_jax.train.steps.micro_batches import rows_of_pass
 
 
 class Device:
@@ -93,6 +94,21 @@ def test_the_rows_of_a_pass_are_the_most_that_fit(use_ranks, limit, rows, most_p
     assert len(set(ways.compiled)) == len(ways.compiled)
     best = [memory_choice.equal_rows(100, x) for x in range(1, 100) if of_pass(x) <= limit]
     assert choice.rows_at_once == (None if rows is None else max(best))
+
+
+def test_rows_of_a_pass_are_rounded_without_a_pass_more_or_one_of_no_rows():
+    rng = np.random.default_rng(0)
+    for num_rows in rng.integers(1, 10 ** rng.integers(1, 7, 2000)).tolist():
+        most = int(rng.integers(1, num_rows + 1))
+        rows = rows_of_pass(num_rows, most)
+        passes = -(-num_rows // rows)
+        assert rows <= most
+        assert passes <= -(-num_rows // most)
+        assert rows * passes - num_rows < rows
+        chosen = memory_choice.equal_rows(num_rows, most)
+        assert chosen <= most
+        assert rows_of_pass(num_rows, chosen) == chosen
+        assert most == num_rows or chosen % 2 ** max(chosen.bit_length() - 6, 0) == 0
 
 
 def test_one_program_is_compiled_if_the_estimate_is_right(use_ranks):

@@ -22,6 +22,7 @@ from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.sums.hlo import in_units, largest_arrays, sent_bytes
 from tnt_jax.log import logger
 from tnt_jax.train.execution import lacks_memory
+from tnt_jax.train.steps.micro_batches import rows_of_pass
 
 # The option that asks for a choice of passes.
 MICRO_BATCH = 'tnt_micro_batch_size="auto"'
@@ -281,14 +282,12 @@ def _rows_at(limit: int, point: tuple[int, float], other: tuple[int, float]) -> 
 
 
 def equal_rows(num_rows: int, most: int) -> int:
-    """Returns the rows of equal passes of at most `most` rows.
+    """Returns the rows of equal passes of at most `most` rows, rounded as `rows_of_pass` prefers.
 
-    >>> equal_rows(10, 4)
-    4
-    >>> equal_rows(9, 8)
-    5
+    >>> equal_rows(30_000, 10_000)
+    7552
     """
-    return math.ceil(num_rows / math.ceil(num_rows / most))
+    return rows_of_pass(num_rows, most - most % (1 << max(most.bit_length() - 6, 0)))
 
 
 def _name(way: Way, rows_at_once: int | None) -> str:

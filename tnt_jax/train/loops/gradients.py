@@ -25,7 +25,7 @@ from tnt_jax.train.loops.context import (
 )
 from tnt_jax.train.steps.epoch_sums import num_real_rows
 from tnt_jax.train.steps.kept_inputs import keep_inputs
-from tnt_jax.train.steps.micro_batches import MicroRows, num_passes, sums_of_passes
+from tnt_jax.train.steps.micro_batches import in_passes, num_passes, sums_of_passes
 from tnt_jax.train.steps.row_dependence import Free, dependences, is_by_row
 
 
@@ -191,7 +191,7 @@ class _InPasses:
     def __init__(self, loss_fn: Callable, has_aux: bool, step: StepContext, arguments: Any) -> None:
         self._loss_fn, self._has_aux, self._step = loss_fn, has_aux, step
         step.has_passes = True
-        self._rows = rows = MicroRows(step.num_rows, num_passes(step.num_rows, step.rows_at_once))
+        self._rows = rows = in_passes(step.num_rows, step.rows_at_once)
         self._passes = Passes(rows.num_parts, num_real_rows(step.batch), [])
         self._leaves, self._arguments = jax.tree.flatten(arguments)
         batch = rows.cut_batch(step.batch)

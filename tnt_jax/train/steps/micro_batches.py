@@ -30,9 +30,9 @@ class MicroRows:
     Of the last ones `num_missing` rows are the last row again.
     """
 
-    def __init__(self, num_rows: int, num_parts: int) -> None:
+    def __init__(self, num_rows: int, num_parts: int, part_rows: int | None = None) -> None:
         self.num_parts = num_parts
-        self.part_rows = -(-num_rows // num_parts)
+        self.part_rows = part_rows or -(-num_rows // num_parts)
         self.num_missing = num_parts * self.part_rows - num_rows
 
     def cut(self, x: jax.Array) -> jax.Array:
@@ -61,9 +61,35 @@ class MicroRows:
         return None if key is None or words is None else key_of_part(words)
 
 
+def rows_of_pass(num_rows: int, most: int) -> int:
+    """Returns the rows of equal passes of at most `most` rows.
+
+    They are a multiple of a power of two where that adds at most one row in 32: GPUs compute other
+    numbers of rows in padded copies, which can take as much memory again.
+
+    >>> rows_of_pass(10, 4), rows_of_pass(9, 8), rows_of_pass(9, 9)
+    (4, 5, 9)
+    >>> rows_of_pass(30_000, 10_300), rows_of_pass(30_000, 10_000)
+    (10240, 10000)
+    """
+    count = math.ceil(num_rows / most)
+    rows = math.ceil(num_rows / count)
+    unit = 1 << max(rows.bit_length() - 6, 0)
+    rounded = math.ceil(rows / unit) * unit
+    return rounded if count > 1 and rounded <= most else rows
+
+
 def num_passes(num_rows: int, rows_at_once: int | None) -> int:
     """Returns in how many passes a rank computes its rows; see `Parts.rows_at_once`."""
-    return 1 if rows_at_once is None else math.ceil(num_rows / rows_at_once)
+    return 1 if rows_at_once is None else math.ceil(num_rows / rows_of_pass(num_rows, rows_at_once))
+
+
+def in_passes(num_rows: int, rows_at_once: int | None) -> MicroRows:
+    """Returns how a rank's rows are cut into passes."""
+    if rows_at_once is None:
+        return MicroRows(num_rows, 1)
+    count = num_passes(num_rows, rows_at_once)
+    return MicroRows(num_rows, count, rows_of_pass(num_rows, rows_at_once))
 
 
 def sums_of_passes(
@@ -97,7 +123,7 @@ def evaluated_in_passes(apply: Apply, at_once: RowsAtOnce) -> Apply:
     The rows of a pass are read when a program is traced.
     """
 
-    def in_passes(
+    def apply_in_passes(
         params: Any,
         model_state: Any,
         inputs: Any,
@@ -107,10 +133,9 @@ def evaluated_in_passes(apply: Apply, at_once: RowsAtOnce) -> Apply:
         mask: jax.Array | None,
     ) -> Applied:
         num_rows = jax.tree.leaves(inputs)[0].shape[0]
-        count = num_passes(num_rows, at_once.evaluation)
-        if train or count == 1:
+        rows = in_passes(num_rows, at_once.evaluation)
+        if train or rows.num_parts == 1:
             return apply(params, model_state, inputs, key=key, train=train, mask=mask)
-        rows = MicroRows(num_rows, count)
         micro = rows.cut_batch(Batch(inputs, mask=mask))
 
         def compute(micro: tuple[Batch, Any]) -> Applied:
@@ -127,7 +152,7 @@ def evaluated_in_passes(apply: Apply, at_once: RowsAtOnce) -> Apply:
             jax.tree.map(lambda x: jnp.sum(x, axis=0), applied.increments),
         )
 
-    return in_passes
+    return apply_in_passes
 
 
 def why_in_one_pass(

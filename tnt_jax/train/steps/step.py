@@ -37,7 +37,7 @@ from tnt_jax.train.steps.epoch_sums import (
     weighted_sum,
 )
 from tnt_jax.train.steps.kept_inputs import keep_inputs
-from tnt_jax.train.steps.micro_batches import MicroRows, num_passes, sums_of_passes
+from tnt_jax.train.steps.micro_batches import in_passes, sums_of_passes
 
 
 def accumulate(
@@ -140,7 +140,7 @@ def differentiate(
         state.key, state.step, num_rows, first_rank=first_rank, rows_before=state.first_row
     )
     scale = loss_scale(state.opt_state)
-    rows = MicroRows(num_rows, num_passes(num_rows, parts.rows_at_once))
+    rows = in_passes(num_rows, parts.rows_at_once)
     num_shares = _jax.num_ranks(mesh) * rows.num_parts
 
     def one_pass(batch: Batch, key: Any, counts: list[Any] | None) -> Any:
