@@ -56,6 +56,34 @@ def test_the_arrays_of_the_moment_that_holds_most_are_told():
     ]
 
 
+def test_an_array_of_a_fusion_is_what_that_computes_last():
+    text = """HloModule step, is_scheduled=true
+
+%fused (a: f32[8]) -> (f32[8], f32[8]) {
+  %a = f32[8]{0} parameter(0)
+  %b = f32[8]{0} negate(%a), metadata={op_name="jit(step)/Net/neg" source_file="t.py" source_line=3}
+  %c = f32[8]{0} tanh(%b), metadata={op_name="jit(step)/Net/tanh" source_file="t.py" source_line=4}
+  ROOT %t = (f32[8]{0}, f32[8]{0}) tuple(%b, %c)
+}
+
+%padded (a: f32[8]) -> f32[9] {
+  ROOT %p = f32[9]{0} pad(%a, %n), padding=0_1
+}
+
+ENTRY %main (x: f32[8]) -> f32[9] {
+  %x = f32[8]{0} parameter(0), metadata={op_name="batch.inputs"}
+  %both = (f32[8]{0}, f32[8]{0}) fusion(%x), kind=kLoop, calls=%fused
+  %one = f32[8]{0} get-tuple-element(%both), index=0
+  ROOT %y = f32[9]{0} fusion(%one), kind=kLoop, calls=%padded
+}
+"""
+    assert list(map(str, largest_arrays(text))) == [
+        "f32[8] and f32[8] 64 B (Net/tanh, t.py:4)",
+        "f32[9] 36 B (made by the compiler)",
+        "f32[8] 32 B (batch.inputs)",
+    ]
+
+
 def test_what_it_adds_up_to_is_what_the_compiler_states():
     """It is an account of the text alone: places that are used again are not in it."""
 

@@ -327,7 +327,7 @@ class HeldArray(NamedTuple):
 
     def __str__(self) -> str:
         made_by = ", ".join(filter(None, (self.origin, self.line)))
-        return f"{self.shape} {in_units(self.nbytes)} ({made_by})"
+        return f"{self.shape} {in_units(self.nbytes)} ({made_by or 'made by the compiler'})"
 
 
 def largest_arrays(text: str, count: int = 3) -> list[HeldArray]:
@@ -358,7 +358,10 @@ def _most_held(
     for index, (own, shape, operation, rest) in enumerate(parsed):
         is_array = roots[own] == {own} and operation != "constant"
         if is_array and own not in carried and not (name and operation == "parameter"):
-            alive[own] = lines.array(shape, rest)
+            fused = re.search(r"calls=%([\w.\-]+)", rest)
+            # Where a fusion has no origin of its own, it is that of what it computes last.
+            inside = reversed(computations.get(fused[1], ())) if fused else ()
+            alive[own] = lines.array(shape, "\n".join([rest, *inside]))
             now += alive[own].nbytes
         called = _called(operation, rest) if operation in _RUNS else []
         inner = (_most_held(lines, computations, x) for x in called)
