@@ -366,7 +366,7 @@ def test_a_program_is_not_tried_on_a_device_that_states_too_little_memory(
         asked.append(nbytes)
         return len(asked) < 3
 
-    monkeypatch.setattr(memory_choice, "_free_bytes", lambda device: 0)
+    monkeypatch.setattr(memory_choice, "_free_bytes", lambda device, own=0: 2**30)
     monkeypatch.setattr(memory_choice, "_lack", lack)
 
     def note(event, seconds, **facts):

@@ -22,7 +22,7 @@ from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.sums.hlo import in_units, largest_arrays, sent_bytes
 from tnt_jax.log import logger
 from tnt_jax.train.execution import lacks_memory
-from tnt_jax.train.steps.micro_batches import rows_of_pass
+from tnt_jax.train.steps.micro_batches import rows_of_pass, unit_of
 
 # The option that asks for a choice of passes.
 MICRO_BATCH = 'tnt_micro_batch_size="auto"'
@@ -287,7 +287,7 @@ def equal_rows(num_rows: int, most: int) -> int:
     >>> equal_rows(30_000, 10_000)
     7552
     """
-    return rows_of_pass(num_rows, most - most % (1 << max(most.bit_length() - 6, 0)))
+    return rows_of_pass(num_rows, most - most % unit_of(most))
 
 
 def _name(way: Way, rows_at_once: int | None) -> str:
@@ -311,14 +311,9 @@ def memory_limit(devices: Sequence[Any], setting: int | None, state: Any) -> int
     process; of several processes and devices the least.
     """
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
-    own = local_bytes(state)
-
-    def free(stats: dict[str, int]) -> int:
-        others = max(stats.get("bytes_in_use", 0) - own, 0)
-        return stats["bytes_limit"] - others if "bytes_limit" in stats else host
-
-    stated = [free(device.memory_stats() or {}) for device in devices]
-    return int(collectives.all_reduce(min(stated) if setting is None else setting, "min"))
+    stated = (_free_bytes(device, own=local_bytes(state)) for device in devices)
+    least = min(host if free is None else free for free in stated)
+    return int(collectives.all_reduce(least if setting is None else setting, "min"))
 
 
 def local_bytes(tree: Any) -> int:
@@ -367,10 +362,14 @@ def first_run(
                 raise
 
 
-def _free_bytes(device: Any) -> int | None:
-    """Returns the bytes that no array takes; None on a device that does not state them."""
+def _free_bytes(device: Any, *, own: int = 0) -> int | None:
+    """Returns the bytes that no array takes, besides `own` ones that may be there.
+
+    None on a device that does not state them.
+    """
     stats = device.memory_stats() or {}
-    return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
+    others = max(stats.get("bytes_in_use", 0) - own, 0)
+    return stats["bytes_limit"] - others if "bytes_limit" in stats else None
 
 
 def _lack(devices: Sequence[Any], nbytes: int) -> bool:

@@ -61,6 +61,11 @@ class MicroRows:
         return None if key is None or words is None else key_of_part(words)
 
 
+def unit_of(rows: int) -> int:
+    """Returns the power of two to whose multiples rows are rounded: at most a 32nd of them."""
+    return 1 << max(rows.bit_length() - 6, 0)
+
+
 def rows_of_pass(num_rows: int, most: int) -> int:
     """Returns the rows of equal passes of at most `most` rows.
 
@@ -74,22 +79,21 @@ def rows_of_pass(num_rows: int, most: int) -> int:
     """
     count = math.ceil(num_rows / most)
     rows = math.ceil(num_rows / count)
-    unit = 1 << max(rows.bit_length() - 6, 0)
-    rounded = math.ceil(rows / unit) * unit
+    rounded = math.ceil(rows / unit_of(rows)) * unit_of(rows)
     return rounded if count > 1 and rounded <= most else rows
 
 
 def num_passes(num_rows: int, rows_at_once: int | None) -> int:
     """Returns in how many passes a rank computes its rows; see `Parts.rows_at_once`."""
-    return 1 if rows_at_once is None else math.ceil(num_rows / rows_of_pass(num_rows, rows_at_once))
+    return in_passes(num_rows, rows_at_once).num_parts
 
 
 def in_passes(num_rows: int, rows_at_once: int | None) -> MicroRows:
     """Returns how a rank's rows are cut into passes."""
     if rows_at_once is None:
         return MicroRows(num_rows, 1)
-    count = num_passes(num_rows, rows_at_once)
-    return MicroRows(num_rows, count, rows_of_pass(num_rows, rows_at_once))
+    part_rows = rows_of_pass(num_rows, rows_at_once)
+    return MicroRows(num_rows, math.ceil(num_rows / part_rows), part_rows)
 
 
 def sums_of_passes(
