@@ -8,7 +8,8 @@ does besides.
 
     python benchmarks/gpu.py --models resnet50 transformer_big --output gpu.json
 
-Contenders run in processes of their own at the same time, and take turns round by round.
+Contenders run in processes of their own, which compile one after another and then take turns, round
+by round.
 
 PyTorch runs where torch (and for ResNet-50 torchvision) is installed. Without a GPU the script can
 be tried with small sizes; such numbers mean nothing.
@@ -49,11 +50,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--image-size", type=int, default=224, help="(default: 224)")
     parser.add_argument("--steps", type=int, default=20, help="steps of a round (default: 20)")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default: 5)")
-    parser.add_argument(
-        "--together",
-        action="store_true",
-        help="compile at the same time: sooner done, but trials of kernels disturb each other",
-    )
     add_platform(parser)
     parser.add_argument("--output", help="JSON file for the results")
     parser.add_argument("--worker", nargs=2, metavar=("MODEL", "CONTENDER"), help=argparse.SUPPRESS)
@@ -328,11 +324,8 @@ def measure(args: argparse.Namespace, model: str) -> list[dict[str, Any]]:
             workers[contender] = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
-            if not args.together:
-                wait_for(workers[contender], READY)
-    if args.together:
-        for worker in workers.values():
-            wait_for(worker, READY)
+            # One after another, or trials of kernels would disturb each other.
+            wait_for(workers[contender], READY)
     for _ in range(args.rounds):
         for worker in workers.values():
             assert worker.stdin is not None
