@@ -7,10 +7,12 @@
 Each network trains in a process of its own with a global batch that needs much memory: all rows at
 once, then with a budget of 3/4, 1/2 and 1/4 of what that needs, on one CPU device. "Predicted" is
 what the compiler states for the step that was chosen, with batches that wait; "measured" the
-largest resident memory of the process while it trains, beyond what it had before the first step,
-and the training state; the host's copy of the state during that step is part of it. All forms of a
-network must end with the same loss. Memory does not depend on what else runs; times do, so that
-they are left out of the table of a machine that was busy.
+largest resident memory of the process in later steps, beyond what it has between them, and the
+training state. "First step" is the largest until the first one has ended, beyond what there was
+before it: the code of its program, stacks of threads, and a copy of the state, which takes its
+place if there is no memory for a step. All forms of a network must end with the same loss. Memory
+does not depend on what else runs; times do, so that they are left out of the table of a machine
+that was busy.
 
 On a GPU the networks are those of `--modelled`, and "measured" is the most memory that arrays and
 programs have taken, in a second process that finds its programs compiled: trials of kernels take
@@ -28,6 +30,7 @@ import argparse
 import ctypes
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -43,7 +46,7 @@ from machine import add_platform, choose_devices, environment, on_cpus
 
 NETWORKS = {
     "mlp": 8192, "nnx": 8192, "cnn": 512, "resnet20": 256, "transformer": 512, "decoder": 128,
-    "vit": 256, "unet": 32, "moe": 4096, "keras": 8192, "bert": 64,
+    "vit": 256, "unet": 128, "moe": 4096, "keras": 8192, "bert": 64,
 }  # fmt: skip
 MODELLED = {
     "mlp": 65536, "resnet50": 256, "vit": 4096, "unet": 512, "transformer": 4096,
@@ -130,6 +133,13 @@ def status(name: str) -> int:
     return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
 
 
+def trimmed() -> int:
+    """Returns the resident memory, of which what was freed is not part, and forgets its peak."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
+
+
 def train(name: str, rows: int, steps: int, platform: str | None) -> dict[str, Any]:
     """Trains a network in this process, whose environment has the budget."""
     choose_devices(platform)
@@ -157,10 +167,7 @@ def train(name: str, rows: int, steps: int, platform: str | None) -> dict[str, A
             if stats := device.memory_stats():
                 notes["before"] = stats["bytes_in_use"]
                 return
-            # Or steps would use what compilation has freed.
-            ctypes.CDLL(None).malloc_trim(0)
-            Path("/proc/self/clear_refs").write_text("5")
-            notes["before"] = status("VmRSS")
+            notes["start"] = trimmed()
 
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             self.began = time.perf_counter()
@@ -168,6 +175,14 @@ def train(name: str, rows: int, steps: int, platform: str | None) -> dict[str, A
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             notes["loss"] = float(logs["loss"])
             times.append(time.perf_counter() - self.began)
+            if "start" in notes:
+                most = status("VmHWM")
+                if "first" in notes:
+                    notes["most"] = max(notes.get("most", 0), most)
+                else:
+                    notes["first"] = most - notes["start"]
+                # Temporary arrays may be freed a moment after a step.
+                notes["before"] = min(notes.get("before", math.inf), trimmed())
 
     model.build(jax.tree.map(lambda a: a[:1], x))
     began = time.perf_counter()
@@ -182,7 +197,7 @@ def train(name: str, rows: int, steps: int, platform: str | None) -> dict[str, A
         return {"chosen": "nothing fits", "error": str(error)}
     state = sum(leaf.nbytes for leaf in jax.tree.leaves(model.state))
     stats = device.memory_stats()
-    most = stats["peak_bytes_in_use"] if stats else status("VmHWM")
+    most = stats["peak_bytes_in_use"] if stats else notes["most"]
     choice = model._core.memory_choice
     [*_, chosen] = choice.attempts[-1]
     return {
@@ -191,6 +206,7 @@ def train(name: str, rows: int, steps: int, platform: str | None) -> dict[str, A
         "rows_at_once": chosen.rows_at_once,
         "predicted": chosen.nbytes,
         "measured": most - notes["before"] + state,
+        **({} if stats else {"first_step": notes["first"] + state}),
         "programs": choice.num_compiled,
         "choosing_s": notes["choosing_s"],
         "longest_compilation_s": max(compiled),
@@ -362,7 +378,7 @@ def table_measured(found: dict[str, Any]) -> str:
     """Returns memory by network and budget; times only of a machine that had nothing else to do."""
     is_idle = found["load"][0] < MOST_LOAD
     titles = ["network", "budget", "chosen", "predicted MiB", "of the budget", "with a pass less"]
-    titles += ["measured MiB", "of predicted", "programs"]
+    titles += ["measured MiB", "of predicted", "first step MiB", "programs"]
     titles += ["choosing s (times all memory)", "step ms", "times one pass"] if is_idle else []
     lines, parts = [], []
     for name, budgets in found["results"].items():
@@ -379,7 +395,8 @@ def table_measured(found: dict[str, Any]) -> str:
             cells = [name, budget, one["chosen"], mib(one["predicted"])]
             cells += [f"{one['predicted'] / limit:.0%}" if limit else ""]
             cells += [f"{larger / limit:.0%}" if limit and larger else ""]
-            cells += [mib(one["measured"]), f"{part:.2f}", one["programs"]]
+            first = mib(one["first_step"]) if "first_step" in one else ""
+            cells += [mib(one["measured"]), f"{part:.2f}", first, one["programs"]]
             if is_idle:
                 median, least, most = (f(one["step_ms"]) for f in (statistics.median, min, max))
                 choosing = one["choosing_s"] / whole["choosing_s"]

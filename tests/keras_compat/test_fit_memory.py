@@ -2,6 +2,7 @@
 
 import logging
 import re
+from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -345,6 +346,45 @@ class Fail(tnt.callbacks.Callback):
         core.trainer.programs.training = lambda *_: step
 
 
+@contextmanager
+def compiled_steps():
+    """Notes the compilations of steps within the block."""
+    compiled = []
+
+    def note(event, seconds, **facts):
+        if event.endswith("backend_compile_duration") and "step" in facts["fun_name"]:
+            compiled.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield compiled
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+@pytest.mark.parametrize("chosen", [0, 1, 2])
+def test_the_program_that_was_compiled_for_the_choice_runs(use_ranks, monkeypatch, chosen):
+    """Also if others were compiled after it, and if it rematerializes."""
+    use_ranks(1)
+    history = train(make_model(Net()), None, batch_size=ROWS)
+    looked_at = []
+
+    def choose(asked, ways, limit, **options):
+        plain, saving = next(ways), next(ways)
+        for way, rows in ((plain, 12), (saving, None), (saving, 8), (plain, 6)):
+            nbytes = way.program(rows).compile().peak_bytes
+            looked_at.append(memory_choice.Attempt(way.name, nbytes, rows_at_once=rows))
+        attempts = [(looked_at[0],), (looked_at[chosen],)]
+        return memory_choice.Choice(asked, tuple(attempts[: 1 + (chosen > 0)]), limit)
+
+    monkeypatch.setattr(memory_choice, "choose", choose)
+    model = make_model(Net())
+    with compiled_steps() as compiled:
+        found = train(model, "auto", batch_size=ROWS)
+    assert_close(found, history)
+    assert len(compiled) == len(looked_at) == 4, "A program was compiled twice."
+    assert model._core.at_once.training == looked_at[chosen].rows_at_once == [12, None, 8][chosen]
+    assert (model._core._used.remat == "full") == (chosen > 0)
+
+
 def test_a_program_that_fails_and_has_taken_the_state_gets_it_back(use_ranks, few_rows):
     use_ranks(1)
     history = train(make_model(Net()), None)
@@ -360,7 +400,7 @@ def test_a_program_is_not_tried_on_a_device_that_states_too_little_memory(
 ):
     use_ranks(1)
     history = train(make_model(Net()), None)
-    asked, compiled = [], []
+    asked = []
 
     def lack(devices, nbytes):
         asked.append(nbytes)
@@ -368,14 +408,8 @@ def test_a_program_is_not_tried_on_a_device_that_states_too_little_memory(
 
     monkeypatch.setattr(memory_choice, "_free_bytes", lambda device, own=0: 2**30)
     monkeypatch.setattr(memory_choice, "_lack", lack)
-
-    def note(event, seconds, **facts):
-        if event.endswith("backend_compile_duration") and "step" in facts["fun_name"]:
-            compiled.append(seconds)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    found = train(make_model(Net()), "auto")
-    jax.monitoring.unregister_event_duration_listener(note)
+    with compiled_steps() as compiled:
+        found = train(make_model(Net()), "auto")
     assert_close(found, history)
     assert capfd.readouterr().err.count("A device has no memory") == 2
     assert len(asked) == len(compiled) == 4, "A program was compiled twice."

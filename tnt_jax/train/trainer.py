@@ -231,11 +231,10 @@ class Trainer:
         Parameters and model state stay. The mean gradient of `accumulation_steps` makes one update;
         `on_nan` says what follows a step that is not finite, None to take it.
         """
-        self._ran.clear()
         if self.traced is not None and not self._reopens:
             self.traced = Kept()
         self._reopens = False
-        self._compiled = CompiledSteps(
+        self.programs = CompiledSteps(
             self.runtime,
             self.steps,
             parts,
@@ -547,6 +546,11 @@ class Trainer:
         """The steps of training and evaluation that `compile` has chosen."""
         assert self._compiled is not None, "compile() comes first."
         return self._compiled
+
+    @programs.setter
+    def programs(self, programs: CompiledSteps) -> None:
+        self._ran.clear()
+        self._compiled = programs
 
     def _taken(self, group: DeviceBatches) -> DeviceBatches:
         """Returns a group of batches as the programs take it."""

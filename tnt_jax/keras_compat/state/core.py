@@ -31,6 +31,7 @@ from tnt_jax.sharded import ShardingOptions, auto
 from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS
 from tnt_jax.sharded.planning import alternatives
 from tnt_jax.train import memory_choice
+from tnt_jax.train.compiled_steps import CompiledSteps
 from tnt_jax.train.contracts import Batch, Parts, Steps
 from tnt_jax.train.execution import IN_FLIGHT
 from tnt_jax.train.finite import CHECKED
@@ -315,9 +316,17 @@ class Core:
             lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), (state, batch)
         )
 
-        saves = trace is not None and self._used.remat == "none"
+        before = _Form("", self._used, self._sharding)
+        saves = trace is not None and before.options.remat == "none"
         lacks_blocks = False
         looked_at: list[_Form] = []
+        # Steps that were looked at where training can run them as they are.
+        compiled: dict[tuple[str, int | None], CompiledSteps] = {}
+
+        def stays(form: _Form) -> bool:
+            """Returns whether state and batches lie in a form as they do now."""
+            options = replace(form.options, remat=before.options.remat)
+            return form.sharding is before.sharding and options == before.options
 
         @cache
         def why_whole() -> str | None:
@@ -332,13 +341,15 @@ class Core:
 
             def program(rows_at_once: int | None) -> _jax.TracedProgram:
                 nonlocal lacks_blocks
-                if not form.name and trace is not None:
-                    # The program that is compiled here is the one that will run.
-                    self._take(form, rows_at_once)
-                    return _jax.TracedProgram(trace())
-                parts = functions.step_parts(form.options.apply(self._plain_apply), rows_at_once)
-                step = auto.TrainingStep(parts, transformation, *step_options)
                 try:
+                    if trace is not None and stays(form):
+                        self._take(form, rows_at_once)
+                        self.compile_steps()
+                        compiled[form.name, rows_at_once] = trainer.programs
+                        return _jax.TracedProgram(trace())
+                    apply = form.options.apply(self._plain_apply)
+                    parts = functions.step_parts(apply, rows_at_once)
+                    step = auto.TrainingStep(parts, transformation, *step_options)
                     return _jax.TracedProgram(step.trace(steps, here.mesh, state, placed))
                 except sharded.NoBlocksError:
                     lacks_blocks = True
@@ -372,7 +383,7 @@ class Core:
         try:
             choice = memory_choice.choose(asked, ways(), limit, looks_at_all=job.settings.plan)
         except ValueError:
-            self.at_once.training = self.at_once.evaluation = None
+            self._take(before, None)
             self.compile_steps()
             raise
         if failed is None:
@@ -381,12 +392,12 @@ class Core:
             found_no_memory(failed.name, choice.chosen.name)
         self.memory_choice = choice
         form = looked_at[choice.way]
-        if form.name or trace is None:
-            self._take(form, choice.rows_at_once)
+        self._take(form, choice.rows_at_once)
+        if programs := compiled.get((form.name, choice.rows_at_once)):
+            trainer.programs = programs
+        else:
             here = form.options.on_mesh(job, form.sharding)
             self._move(here, self._steps(here, whole=is_whole))
-        elif choice.rows_at_once != self.at_once.training:
-            self._take(form, choice.rows_at_once)
         if num_rows is not None:
             trainer.fewer_rows = lambda: (
                 (why_whole() is None and self._compute_fewer_rows(num_rows))
@@ -477,13 +488,10 @@ class Core:
         return problem
 
     def _take(self, form: _Form, rows_at_once: int | None) -> None:
-        """Lets steps have another form; without a name, it is that of the steps there are."""
+        """Lets the steps that are compiled next have another form."""
         self.at_once.training = self.at_once.evaluation = rows_at_once
         self._sharding = form.sharding
-        if form.name:
-            self._use(form.options)
-        else:
-            self.compile_steps()
+        self._use(form.options)
 
     @property
     def splits_rows(self) -> bool:
