@@ -11,8 +11,7 @@ largest resident memory of the process in later steps, beyond what it has betwee
 training state. "First step" is the largest until the first one has ended, beyond what there was
 before it: the code of its program, stacks of threads, and a copy of the state, which takes its
 place if there is no memory for a step. All forms of a network must end with the same loss. Memory
-does not depend on what else runs; times do, so that they are left out of the table of a machine
-that was busy.
+does not depend on what else runs; times do, so that the table has them with `--times` alone.
 
 On a GPU the networks are those of `--modelled`, and "measured" is the most memory that arrays and
 programs have taken, in a second process that finds its programs compiled: trials of kernels take
@@ -55,8 +54,6 @@ MODELLED = {
 BUDGETS = {"all memory": None, "3/4": 0.75, "1/2": 0.5, "1/4": 0.25}
 # Lets the C library return large blocks to the system, as allocators of devices reuse them.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
-# Load of a machine, at the start, above which times say nothing.
-MOST_LOAD = 0.5
 RESULT = "result: "
 
 
@@ -368,18 +365,17 @@ class Results:
         return self.of(name)[budget]
 
 
-def table_of(found: dict[str, Any]) -> str:
+def table_of(found: dict[str, Any], *, times: bool) -> str:
     """Returns results as a table, with what they show."""
     is_modelled = "limit" in next(iter(found["results"].values()))["all memory"]
-    return table_modelled(found) if is_modelled else table_measured(found)
+    return (table_modelled if is_modelled else table_measured)(found, times)
 
 
-def table_measured(found: dict[str, Any]) -> str:
-    """Returns memory by network and budget; times only of a machine that had nothing else to do."""
-    is_idle = found["load"][0] < MOST_LOAD
+def table_measured(found: dict[str, Any], times: bool) -> str:
+    """Returns memory by network and budget, and times if they are asked for."""
     titles = ["network", "budget", "chosen", "predicted MiB", "of the budget", "with a pass less"]
     titles += ["measured MiB", "of predicted", "first step MiB", "programs"]
-    titles += ["choosing s (times all memory)", "step ms", "times one pass"] if is_idle else []
+    titles += ["choosing s (times all memory)", "step ms", "times one pass"] if times else []
     lines, parts = [], []
     for name, budgets in found["results"].items():
         whole = budgets["all memory"]
@@ -397,7 +393,7 @@ def table_measured(found: dict[str, Any]) -> str:
             cells += [f"{larger / limit:.0%}" if limit and larger else ""]
             first = mib(one["first_step"]) if "first_step" in one else ""
             cells += [mib(one["measured"]), f"{part:.2f}", first, one["programs"]]
-            if is_idle:
+            if times:
                 median, least, most = (f(one["step_ms"]) for f in (statistics.median, min, max))
                 choosing = one["choosing_s"] / whole["choosing_s"]
                 cells += [f"{one['choosing_s']:.1f} ({choosing:.1f})"]
@@ -430,11 +426,10 @@ def bytes_with_a_pass_less(one: dict[str, Any], whole: dict[str, Any]) -> float 
     return one["predicted"] + (more - rows) * per_row
 
 
-def table_modelled(found: dict[str, Any]) -> str:
-    """Returns choices by network and budget; times only of a machine that was idle."""
-    is_idle = found["load"][0] < MOST_LOAD
+def table_modelled(found: dict[str, Any], times: bool) -> str:
+    """Returns choices by network and budget, and times if they are asked for."""
     titles = ["network", "budget", "chosen", "needs MiB", "of MiB", "used", "programs"]
-    titles += ["times one"] if is_idle else []
+    titles += ["times one"] if times else []
     lines = []
     for name, budgets in found["results"].items():
         for budget, one in budgets.items():
@@ -443,7 +438,7 @@ def table_modelled(found: dict[str, Any]) -> str:
                 continue
             cells = [name, budget, one["chosen"], mib(one["predicted"]), mib(one["limit"])]
             cells += [f"{one['predicted'] / one['limit']:.0%}", str(one["programs"])]
-            cells += [f"{one['choosing_s'] / one['one_program_s']:.2f}"] if is_idle else []
+            cells += [f"{one['choosing_s'] / one['one_program_s']:.2f}"] if times else []
             lines.append(cells)
     return as_table(titles, lines)
 
@@ -473,6 +468,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps, the first not timed")
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print its table, and end")
+    parser.add_argument("--times", action="store_true", help="print times of an idle machine, too")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -484,11 +480,11 @@ def main() -> None:
         print(RESULT + json.dumps(found), flush=True)
         return
     if args.table is not None:
-        print(table_of(json.loads(args.table.read_text())))
+        print(table_of(json.loads(args.table.read_text()), times=args.times))
         return
     results = Results(args.output)
     (main_modelled if args.modelled else main_measured)(args, results)
-    print(table_of(results.found))
+    print(table_of(results.found, times=args.times))
 
 
 if __name__ == "__main__":
