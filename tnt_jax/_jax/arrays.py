@@ -159,8 +159,7 @@ _known_parts = Slot[dict[int, tuple[ref[jax.Array], Sequence[jax.Array]]]](dict)
 
 def is_varying(x: jax.Array, axis_name: str | None = None) -> bool:
     """Returns whether `x` may differ between ranks inside `shard_map`, over one axis or any."""
-    varying = varying_axes(x)
-    return any(name in varying for name in (RANK_AXES if axis_name is None else (axis_name,)))
+    return not varying_axes(x).isdisjoint(RANK_AXES if axis_name is None else (axis_name,))
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
@@ -187,12 +186,9 @@ def make_varying(tree: Any) -> Any:
     Without it, `shard_map` sums gradients of replicated arrays itself, and a sum of ours makes them
     `num_ranks` times too large.
     """
-    axes = rank_axes()
     # A name that `vmap` binds has no types.
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    return vary(
-        tree, [name for name in ((axes,) if isinstance(axes, str) else axes) if name in manual]
-    )
+    return vary(tree, [name for name in jax.tree.leaves(rank_axes()) if name in manual])
 
 
 @or_plain(lambda: {}, lost="The exact gelu, and what else uses erf, trains on one rank alone.")

@@ -151,19 +151,16 @@ def _open_cache(backend: Any) -> Any:
     # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. No public function opens the cache.
     from jax._src import compilation_cache
 
-    try:
+    with _reporting("No compiled programs are kept"):
         return compilation_cache._get_cache(backend)
-    except CHANGED:
-        raise
-    except Exception as error:
-        _report("No compiled programs are kept", error)
-        return None
+    return None
 
 
 def _find(cache: Any, key: str, load: Callable[[bytes], Any]) -> Any:
     """Returns a kept program, ready to run, or None; one that cannot be read is removed."""
     begin = time.monotonic()
-    try:
+    program, content = None, b""
+    with _reporting(f"The kept program {key} cannot be read, and is compiled again"):
         entry = cache.get(key)
         if entry is None:
             return None
@@ -173,14 +170,9 @@ def _find(cache: Any, key: str, load: Callable[[bytes], Any]) -> Any:
             raise ValueError("The checksum of the file is not that of its content.")
         content = zlib.decompress(compressed)
         program = load(content[4:])
-    except CHANGED:
-        raise
-    except Exception as error:
-        _report(f"The kept program {key} cannot be read, and is compiled again", error)
-        try:
+    if program is None:
+        with _reporting(f"The kept program {key} cannot be removed"):
             _file(cache, key).unlink(missing_ok=True)  # JAX would not overwrite it.
-        except OSError as reason:
-            _report(f"The kept program {key} cannot be removed", reason)
         return None
     took_s = time.monotonic() - begin
     saved_s = int.from_bytes(content[:4], "big") - took_s
@@ -197,17 +189,13 @@ def _compile_and_keep(cache: Any, key: str, compile_it: Callable[[], Any]) -> An
     compile_s = time.monotonic() - begin
     if compile_s < _config.jax_persistent_cache_min_compile_time_secs:
         return program
-    try:
+    with _reporting(f"The program {key} cannot be kept"):
         content = int(compile_s).to_bytes(4, "big") + program.serialize()
         compressed = zlib.compress(content, level=1)
         entry = _checksum(compressed) + compressed
         if len(entry) >= _config.jax_persistent_cache_min_entry_size_bytes:
             _write(cache, key, entry)
             jax.monitoring.record_event(_EVENTS + "cache_misses")
-    except CHANGED:
-        raise
-    except Exception as error:
-        _report(f"The program {key} cannot be kept", error)
     return program
 
 
@@ -236,10 +224,16 @@ def _write(cache: Any, key: str, entry: bytes) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def _report(what: str, error: Exception) -> None:
-    """Warns as JAX does, or raises the error if its settings ask for that."""
-    if _config.jax_raise_persistent_cache_errors:
-        raise error
-    logger.warning(
-        "%s: %s: %s", what, type(error).__name__, error, extra={"on_every_process": True}
-    )
+@contextmanager
+def _reporting(what: str) -> Iterator[None]:
+    """Warns of an error as JAX does, and goes on after the block, unless its settings forbid it."""
+    try:
+        yield
+    except CHANGED:
+        raise
+    except Exception as error:
+        if _config.jax_raise_persistent_cache_errors:
+            raise
+        logger.warning(
+            "%s: %s: %s", what, type(error).__name__, error, extra={"on_every_process": True}
+        )

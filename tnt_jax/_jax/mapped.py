@@ -47,9 +47,6 @@ def shard_map(function: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any) 
     specs = jax.tree.leaves(in_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     has_stages = any(STAGE_AXIS in spec for spec in specs)
     manual = {*RANK_AXES, STAGE_AXIS} if has_stages else {*RANK_AXES}
-    mapped: dict[str, Any] = {}
-    if set(mesh.axis_names) - manual:
-        mapped["axis_names"] = set(mesh.axis_names) & manual
     if num_ranks(mesh) > 1:
         function = refusing_draws(function)
     return jax.shard_map(
@@ -57,8 +54,8 @@ def shard_map(function: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any) 
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        axis_names=manual.intersection(mesh.axis_names),
         check_vma=num_ranks(mesh) > 1 or has_stages,
-        **mapped,
     )
 
 

@@ -65,14 +65,13 @@ class ProgramMemory(NamedTuple):
     @classmethod
     def of(cls, compiled: Any) -> "ProgramMemory":
         """Returns it for a program, or for the one that takes most among several of a step."""
-        programs = getattr(compiled, "by_name", {"": compiled}).values()
-        return max((cls._of_one(program) for program in programs), key=lambda x: x.peak_bytes)
-
-    @classmethod
-    def _of_one(cls, compiled: Any) -> "ProgramMemory":
-        memory = compiled.memory_analysis()
-        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        return cls(memory.argument_size_in_bytes, results + memory.temp_size_in_bytes, compiled)
+        found = []
+        for program in getattr(compiled, "by_name", {"": compiled}).values():
+            memory = program.memory_analysis()
+            results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+            computed = results + memory.temp_size_in_bytes
+            found.append(cls(memory.argument_size_in_bytes, computed, program))
+        return max(found, key=lambda x: x.peak_bytes)
 
     @property
     def peak_bytes(self) -> int:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -84,16 +85,11 @@ class SignedStore:
         return [(key, self._checked(key, value)) for key, value in entries]
 
     def _checked(self, key: str, value: str) -> str:
-        signature, text = value[:_SIGNATURE_DIGITS], value[_SIGNATURE_DIGITS:]
-        check_signature(f"The key {key}", text.encode(), _bytes_of(signature))
+        signature, text = b"", value[_SIGNATURE_DIGITS:]
+        with suppress(ValueError):  # Nobody has signed it.
+            signature = bytes.fromhex(value[:_SIGNATURE_DIGITS])
+        check_signature(f"The key {key}", text.encode(), signature)
         return text
-
-
-def _bytes_of(digits: str) -> bytes:
-    try:
-        return bytes.fromhex(digits)
-    except ValueError:
-        return b""
 
 
 def coordination_client() -> SignedStore:

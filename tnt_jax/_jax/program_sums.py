@@ -90,10 +90,9 @@ def _is_sum(operation: Any, num_devices: int) -> bool:
     if operation.name != _SUM or len(operation.operands) != 1:
         return False
     body = [inner.operation.name for inner in operation.regions[0].blocks[0].operations]
-    dtype = str(operation.operands[0].type.element_type)
     return (
         body == ["stablehlo.add", "stablehlo.return"]
-        and dtype in _TYPES
+        and _dtype(operation) in _TYPES
         and _group_size(operation) == num_devices
     )
 
@@ -128,20 +127,14 @@ def _call_each_once(ir: Any, module: Any, num_devices: int) -> None:
         for function in module.body.operations
         if function.operation.name == "func.func"
     }
-    sums = {
-        name: any(_is_sum(x, num_devices) for x in _operations(function.operation))
-        for name, function in functions.items()
-    }
     called: set[str] = set()
 
     @functools.cache
     def has_sums(name: str) -> bool:
-        inner = (
-            _symbol(x, "callee")
+        return any(
+            has_sums(_symbol(x, "callee")) if x.name == "func.call" else _is_sum(x, num_devices)
             for x in _operations(functions[name].operation)
-            if x.name == "func.call"
         )
-        return sums[name] or any(has_sums(callee) for callee in inner)
 
     def visit(function: Any) -> None:
         for operation in list(_operations(function)):
@@ -156,7 +149,7 @@ def _call_each_once(ir: Any, module: Any, num_devices: int) -> None:
                 own.attributes["sym_name"] = ir.StringAttr.get(fresh)
                 module.body.append(own)
                 operation.attributes["callee"] = ir.FlatSymbolRefAttr.get(fresh)
-                functions[fresh], sums[fresh], name = own, sums[name], fresh
+                functions[fresh], name = own, fresh
             called.add(name)
             visit(own)
 

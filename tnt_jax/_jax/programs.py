@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tnt_jax._jax.arrays import DATA_AXIS, FSDP_AXIS, rank_axes
+from tnt_jax._jax.arrays import DATA_AXIS, RANK_AXES, rank_axes
 from tnt_jax._jax.fallbacks import or_plain
 
 
@@ -70,11 +70,10 @@ def refusing_draws(function: Callable) -> Callable:
 
 def check_axes(jaxpr: Any, *, advice: str) -> None:
     """Raises a ValueError, ending with `advice`, if a program communicates over some axes alone."""
-    axes = rank_axes()
-    expected = {axes} if isinstance(axes, str) else set(axes)
+    expected = {*jax.tree.leaves(rank_axes())}
     for equation in _equations(jaxpr):
-        named = _axes_of(equation) & {DATA_AXIS, FSDP_AXIS}
-        if named and equation.primitive.name not in _SILENT and not expected <= named:
+        named = _communicated_axes(equation)
+        if named and not expected <= named:
             raise ValueError(
                 f"The model communicates over {sorted(named)} ({equation.primitive.name}), but the "
                 f"rows of a batch are split over {sorted(expected)}. {advice}"
@@ -84,7 +83,7 @@ def check_axes(jaxpr: Any, *, advice: str) -> None:
 def is_collective(equation: Any) -> bool:
     """Returns whether an equation, or a program that it calls, exchanges data over the ranks."""
     inner = jaxprs_in_params(equation.params)
-    return _names_axis(equation) or any(_communication(jaxpr) for jaxpr in inner)
+    return bool(_communicated_axes(equation)) or any(map(_communication, inner))
 
 
 def jaxprs_in_params(params: Any) -> Iterator[Any]:
@@ -271,25 +270,21 @@ def jaxpr_as_fun(program: Any) -> Callable:
 
 
 def _communication(jaxpr: Any) -> str | None:
-    found = (equation.primitive.name for equation in _equations(jaxpr) if _names_axis(equation))
+    found = (x.primitive.name for x in _equations(jaxpr) if _communicated_axes(x))
     return next(found, None)
 
 
-def _names_axis(equation: Any) -> bool:
-    is_silent = equation.primitive.name in _SILENT
-    return not is_silent and not _axes_of(equation).isdisjoint((DATA_AXIS, FSDP_AXIS))
-
-
-def _axes_of(equation: Any) -> set[Any]:
+def _communicated_axes(equation: Any) -> set[str]:
+    """Returns those axes of the ranks over which an equation, by itself, exchanges data."""
+    if equation.primitive.name in _SILENT:
+        return set()
     names = (equation.params.get("axes", ()), equation.params.get("axis_name", ()))
-    return {axis for name in names for axis in (name if isinstance(name, tuple) else (name,))}
+    named = {axis for name in names for axis in (name if isinstance(name, tuple) else (name,))}
+    return named.intersection(RANK_AXES)
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jaxprs_in_params(equation.params):
-            yield from _equations(inner)
+    return (equation for equation, _ in _with_times(jaxpr))
 
 
 def communicates(traced: Any) -> bool:
@@ -378,34 +373,26 @@ PLAIN = (*CASTS, "reshape", "squeeze", "broadcast_in_dim", "transpose", "expand_
 
 def _activation(jaxpr: Any, var: Any) -> str | None:
     """Returns the activation that gives `var`, an output of `jaxpr` or a value in it."""
-    while (equation := _maker_of(jaxpr, var)) is not None:
-        name = equation.primitive.name
-        inner = list(jaxprs_in_params(equation.params))
-        if name == "logistic":
-            return "sigmoid"
-        if name == "div":
-            made_by = [_made_by(jaxpr, part) for part in equation.invars]
-            return "softmax" if made_by == ["exp", "reduce_sum"] else None
-        if name in PLAIN:
+    name, equation, made = _maker_of(jaxpr, var)
+    if name == "logistic":
+        return "sigmoid"
+    if name == "div":
+        made_by = [_maker_of(jaxpr, part)[0] for part in equation.invars]
+        return "softmax" if made_by == ["exp", "reduce_sum"] else None
+    inner = list(jaxprs_in_params(equation.params)) if name else []
+    if len(inner) != 1 or len(inner[0].outvars) != len(equation.outvars):
+        return None
+    return _activation(inner[0], inner[0].outvars[list(equation.outvars).index(made)])
+
+
+def _maker_of(jaxpr: Any, var: Any) -> tuple[str, Any, Any]:
+    """Returns the operation in `jaxpr` that gives the values of `var`: name, equation, result."""
+    for equation in reversed(jaxpr.eqns):
+        if any(out is var for out in equation.outvars):
+            if equation.primitive.name not in PLAIN:
+                return equation.primitive.name, equation, var
             var = equation.invars[0]
-        elif len(inner) == 1 and len(inner[0].outvars) == len(equation.outvars):
-            jaxpr, var = inner[0], inner[0].outvars[list(equation.outvars).index(var)]
-        else:
-            return None
-    return None
-
-
-def _made_by(jaxpr: Any, var: Any) -> str:
-    """Returns the name of the operation in `jaxpr` that gives the values of `var`."""
-    while (equation := _maker_of(jaxpr, var)) is not None:
-        if equation.primitive.name not in PLAIN:
-            return equation.primitive.name
-        var = equation.invars[0]
-    return ""
-
-
-def _maker_of(jaxpr: Any, var: Any) -> Any:
-    return next((e for e in jaxpr.eqns if any(out is var for out in e.outvars)), None)
+    return "", None, var
 
 
 def convolves(jitted: Any, *args: Any) -> bool:
