@@ -109,12 +109,10 @@ class Link:
         After one that trains this process lacks the trained state, so it goes on only to join in a
         later one, which the others must have begun.
         """
-
-        def is_there() -> bool:
-            return self.result_of(call) is not None and (not trains or self._latest > call)
-
         with self._changed:
-            self._changed.wait_for(is_there)
+            self._changed.wait_for(
+                lambda: self.result_of(call) is not None and (not trains or self._latest > call)
+            )
         return self.result_of(call)
 
     def report_obstacle(self, obstacle: str, *, call: int, sizes: Sequence[int] | None) -> None:

@@ -212,13 +212,12 @@ def goodput() -> dict[str, float]:
 def open_account(*, path: str | None, launched_at: float | None, is_master: bool) -> None:
     """Begins the account of the job, which the master keeps in a file, if one is given."""
     books = _books.get()
+    # In an elastic job another process may have become the master.
+    if path and is_master and books.file is None:
+        books.file = AccountFile(Path(path))
     if books.is_open:
-        # In an elastic job another process may have become the master.
-        if path and is_master and books.file is None:
-            books.file = AccountFile(Path(path))
         return
     books.is_open = True
-    books.file = AccountFile(Path(path)) if path and is_master else None
     earlier = None if books.file is None else books.file.earlier
     books.account = Account(started_s=launched_at, earlier=earlier)
     jax.monitoring.register_event_duration_secs_listener(_note_duration)

@@ -198,8 +198,6 @@ class Membership:
         cause = self._cause()
         return cause is not None and cause.is_failure
 
-    # Ending all.
-
     def end_job(self, stalled: ExitNotice, service_answers: bool) -> None:
         """Ends all processes because of one without progress; this one if no service answers."""
         if self._is_leaving or self._is_ending:
@@ -273,13 +271,12 @@ class Membership:
         self._ahead_s = ahead_s
         return self._moved[0] if now_s - self._moved[1] < _RECENT_S else 0.0
 
-    # Leaving.
-
     def forget(self) -> None:
         """Leaves a generation of an elastic job, of which processes may be lost."""
         self._is_leaving = self._is_forgotten = True
         self.stop_watching()
         self._waits_for_others.set()
+        self.unhook()
 
     def shut_down(self) -> None:
         """Leaves the job before the end of the script."""
@@ -537,7 +534,6 @@ def forget_generation() -> None:
     """Lets this process leave its generation without a word: it goes on with other processes."""
     if (own := _membership.get()) is not None:
         own.forget()
-        own.unhook()
         _membership.set(None)
 
 

@@ -64,7 +64,14 @@ class StopSignals:
         os.set_blocking(self._write_fd, False)
         self._thread = start_thread(self._listen, name="signals", lost=_NO_SIGNALS)
         own = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _forget(own()))
+
+        def restore() -> None:
+            # A process that os.fork has made, such as one that loads data, shares the pipe: a
+            # signal to it would count as one to its parent.
+            if (parent := own()) is not None:
+                parent.restore()
+
+        os.register_at_fork(after_in_child=restore)
 
     def install(self) -> None:
         """Takes the signals that nobody else handles; outside of the main thread, it warns."""
@@ -139,13 +146,6 @@ def _is_free(signum: int) -> bool:
     handler = signal.getsignal(signum)
     is_ignored_by_launcher = signum != signal.SIGTERM and "TNT_JOB_ID" in os.environ
     return handler == signal.SIG_DFL or (handler == signal.SIG_IGN and is_ignored_by_launcher)
-
-
-def _forget(parent: StopSignals | None) -> None:
-    """Lets a process that os.fork has made, such as one that loads data, take signals as before."""
-    # It shares the pipe: a signal to it would count as one to its parent.
-    if parent is not None:
-        parent.restore()
 
 
 _LEFT = "left"
@@ -284,7 +284,6 @@ class Agreement:
 # How long the end of the thread is waited for.
 _LONGEST_END_S = 3.0
 _NEVER = 2**62
-_END = object()
 _T = TypeVar("_T")
 
 
@@ -312,13 +311,10 @@ class Points:
 
     def before_each(self, items: Iterable[_T]) -> Iterator[_T]:
         """Yields items, with a point as of `pass_one` before each and one at their end."""
-        iterator = iter(items)
-        while True:
-            item = next(iterator, _END)
+        for item in items:
             self.pass_one()
-            if item is _END:
-                return
-            yield item  # pyright: ignore[reportReturnType]
+            yield item
+        self.pass_one()
 
 
 class Watch(Points):

@@ -97,15 +97,10 @@ def broadcast(tree: Any, *, root: int = 0, process_set: ProcessSet | None = None
             leaf.
     """
     members = members_of(process_set)
-    problem = (
-        None
-        if root in members
-        else ValueError(
-            f"root must be a process from 0 to {len(members) - 1}, but is {root}."
-            if process_set is None
-            else f"root must be one of the processes {members} of the set, but is {root}."
-        )
-    )
+    known = f"one of the processes {members} of the set"
+    if process_set is None:
+        known = f"a process from 0 to {len(members) - 1}"
+    problem = None if root in members else ValueError(f"root must be {known}, but is {root}.")
     with exclusive("broadcast"):
         gathered = gather(f"broadcast (root={root})", tree, members, problem=problem)
         return gathered.structure.unflatten(sent_from(gathered, root))

@@ -69,7 +69,9 @@ def _by_value(
     processes: dict[str, list[int]] = {}
     for value, group in zip(values, members, strict=True):
         processes.setdefault(value, []).extend(group)
-    start = _common_length(list(processes))
+    # What the first and the last of sorted texts begin with, all of them do.
+    pairs = enumerate(zip(min(processes), max(processes), strict=False))
+    start = next((index for index, (a, b) in pairs if a != b), len(min(processes)))
     parts = [
         f"{_excerpt(value, start)} "
         + (f"on {name_processes(sorted(group))}" if whose is None else whose[group[0]])
@@ -77,14 +79,6 @@ def _by_value(
     ]
     more = len(processes) - _MOST_GROUPS
     return ", ".join(parts) + (f", and {more} more values" if more > 0 else "")
-
-
-def _common_length(texts: Sequence[str]) -> int:
-    """Returns how many characters all texts have in common at their beginning."""
-    return next(
-        (number for number, column in enumerate(zip(*texts, strict=False)) if len(set(column)) > 1),
-        min(map(len, texts)),
-    )
 
 
 def _excerpt(text: str, difference: int) -> str:

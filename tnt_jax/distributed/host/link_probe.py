@@ -11,7 +11,7 @@ from itertools import combinations
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from tnt_jax import _jax
 from tnt_jax.distributed.host import collectives
@@ -49,10 +49,7 @@ def _time_all_reduce(pair: tuple[int, int], *, num_floats: int, repeats: int) ->
     mesh = _jax.make_data_mesh(
         [next(d for d in jax.devices() if d.process_index == process) for process in pair]
     )
-    ones = np.ones((1, num_floats), np.float32)
-    x = jax.make_array_from_process_local_data(
-        NamedSharding(mesh, PartitionSpec("data")), ones, (2, num_floats)
-    )
+    x = _jax.shard_rows(np.ones((2, num_floats), np.float32), mesh)
     add = jax.jit(
         _jax.shard_map(
             lambda x: jax.lax.psum(x, "data"),

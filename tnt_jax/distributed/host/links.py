@@ -216,10 +216,7 @@ def _connect(entry: str, process: int) -> socket.socket:
 
 
 def _accepted(server: socket.socket, nonce: str, expected: set[int]) -> tuple[int, socket.socket]:
-    """Returns the next connection and the process that made it.
-
-    Raises an OSError if there is none in time, and a RuntimeError if it is no expected process's.
-    """
+    """Returns the next connection and whose it is; a RuntimeError says that nobody expects it."""
     link, _ = server.accept()
     try:
         link.settimeout(_GREETING_S)

@@ -45,8 +45,7 @@ def all_gather_rows(tree: Any, *, process_set: ProcessSet | None = None) -> Any:
     with exclusive("all_gather_rows"):
         gathered = gather("all_gather_rows", tree, members, is_ragged=True, is_joinable=True)
         num_rows = [
-            sum(shapes[index][0] for shapes in gathered.shapes)
-            for index in range(len(gathered.leaves))
+            sum(rows for rows, *_ in of_leaf) for of_leaf in zip(*gathered.shapes, strict=True)
         ]
         return _unflatten(gathered, collected(gathered), num_rows)
 
@@ -165,12 +164,9 @@ def join(*, process_set: ProcessSet | None = None) -> int:
             texts = meet("join", json.dumps({"joined": num_calls}), members=members, role="joins")
             entries = [json.loads(text) for text in texts]
             if all("joined" in entry for entry in entries):
-                fewest = min(entry["joined"] for entry in entries)
-                return max(
-                    member
-                    for member, entry in zip(members, entries, strict=True)
-                    if entry["joined"] == fewest
-                )
+                # Whoever has followed the fewest calls has joined last.
+                told = zip(entries, members, strict=True)
+                return min(told, key=lambda x: (x[0]["joined"], -x[1]))[1]
             present = agree_on_exchange("join", entries, members)
             if not are_small(entries):
                 total = max(entries[position]["total"] for position in present)

@@ -72,9 +72,7 @@ def join_job() -> Settings:
     job = None if joins_later else detect_job(os.environ)
     is_worker = job is not None and job.source == RAY_TRAIN
     secret.set(train_secret() if is_worker else settings.job_secret.encode())
-    turns = None
-    if job is not None and job.num_processes > 1:
-        turns = _join(job, settings)
+    turns = _join(job, settings) if job is not None and job.num_processes > 1 else None
     if jax.distributed.is_initialized():
         _jax.keep_programs_of_each_process(cpu_kind(), turns=turns)
     return settings
@@ -103,10 +101,7 @@ def _make_threads_for_virtual_devices() -> None:
 
 
 def _join(job: Job, settings: Settings) -> str | None:
-    """Connects to the job's coordinator and checks that its hosts can reach one another.
-
-    Returns a name that the job's processes on this machine share; None if there is only one.
-    """
+    """Connects to the coordinator; returns a name that this machine's processes share, or None."""
     if jax.distributed.is_initialized():
         if job.source == RAY_TRAIN:
             # Ray has connected this process, and disconnects it.

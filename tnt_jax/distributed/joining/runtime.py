@@ -138,11 +138,7 @@ def _end_sums_with_generation(listening_before: Set[int]) -> None:
     own = link()
     assert own is not None
     ports = elastic.listening_ports() - listening_before
-    others: set[int] = set()
-    if jax.process_count() > 1:
-        text, process = ",".join(map(str, ports)), jax.process_index()
-        lists = table.exchange("ports", text, process, jax.process_count(), timeout_s=300)
-        others = {int(port) for item in lists for port in item.split(",") if port}
+    others = _of_all_processes("ports", ports) if jax.process_count() > 1 else set()
 
     def end() -> None:
         shared_sums.interrupt()
@@ -249,13 +245,17 @@ def _choose_devices(indices: Sequence[int] | None) -> list[Any]:
     own = [device.id for device in jax.local_devices()]
     wanted = set(own if indices is None else _chosen_ids(indices))
     if jax.process_count() > 1:
-        text, process = ",".join(map(str, wanted)), jax.process_index()
-        lists = table.exchange("devices", text, process, jax.process_count(), timeout_s=300)
-        wanted = {int(part) for text in lists for part in text.split(",")}
+        wanted = _of_all_processes("devices", wanted)
     # Sorted by process and then by id, so that the ranks of a process are neighbours on the mesh.
     return [
         d for d in sorted(jax.devices(), key=lambda d: (d.process_index, d.id)) if d.id in wanted
     ]
+
+
+def _of_all_processes(name: str, own: Set[int]) -> set[int]:
+    text, process = ",".join(map(str, own)), jax.process_index()
+    lists = table.exchange(name, text, process, jax.process_count(), timeout_s=300)
+    return {int(number) for item in lists for number in item.split(",") if number}
 
 
 def _own_device_ids(runtime: Runtime) -> list[int]:

@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from types import FrameType
@@ -76,12 +76,8 @@ def describe_stacks() -> str:
 
 
 def _describe_calls(frame: FrameType) -> str:
-    calls = traceback.extract_stack(frame)
-    shown = [
-        call
-        for index, call in enumerate(calls)
-        if index + 1 == len(calls) or not call.filename.startswith(_OWN)
-    ]
+    *outer, innermost = traceback.extract_stack(frame)
+    shown = [*(call for call in outer if not call.filename.startswith(_OWN)), innermost]
     return "".join(traceback.format_list(shown[-_MOST_CALLS:])).rstrip()
 
 
@@ -105,10 +101,12 @@ SAME_CALLS = (
 
 @dataclass(frozen=True)
 class Seen:
-    """The last note that another process has of one, and the seconds since it came."""
+    """The last post of a process that another one has, and the seconds since it came."""
 
     note: Note
     silent_s: float = 0.0
+    own_s: Mapping[str, float] = field(default_factory=dict)
+    stack: str = ""
 
 
 def _stalled(process: int, how: str, *, is_lost: bool = False) -> ExitNotice:
@@ -212,14 +210,13 @@ def _stuck(
 ) -> ExitNotice:
     own = notes[process]
     limit = limit_s(own, timeout_s)
-    which = f"TNT_STALL_TIMEOUT is {timeout_s:g} s" + (
-        f", {limit:g} s there" if limit != timeout_s else ""
-    )
+    there = f", {limit:g} s there" if limit != timeout_s else ""
     place = str(own) if _is_in_call(own) else "in code of its script, outside of calls and loops"
-    text = (
-        f"Process {process} has made no progress for {own.stuck_s:.0f} s ({which}) {place}{more}."
+    return _stalled(
+        process,
+        f"Process {process} has made no progress for {own.stuck_s:.0f} s (TNT_STALL_TIMEOUT is "
+        f"{timeout_s:g} s{there}) {place}{more}. {advice}",
     )
-    return _stalled(process, f"{text} {advice}")
 
 
 def describe_stall(notes: Sequence[Note], process: int) -> str | None:
@@ -543,7 +540,7 @@ class _Watch:
         found = []
         for process in range(jax.process_count()):
             text, since_s = self._seen.get(process, ("", now_s))
-            found.append(Seen(_note(text), 0.0 if process == self._process else now_s - since_s))
+            found.append(_seen(text, 0.0 if process == self._process else now_s - since_s))
         return found
 
     def _judge(self, seen: list[Seen], stuck_s: float) -> None:
@@ -553,8 +550,7 @@ class _Watch:
             cause = find_cause(seen, timeout_s)
             if cause is not None:
                 # With the stack of its process, if that runs.
-                post, _ = self._seen.get(cause.process, ("", 0.0))
-                stack = json.loads(post)["stack"] if post and not cause.is_lost else ""
+                stack = "" if cause.is_lost else seen[cause.process].stack
                 how = "\n".join(filter(None, [cause.how, stack]))
                 self._end_job(replace(cause, how=how), True)
         self._warn([each.note for each in seen])
@@ -562,11 +558,9 @@ class _Watch:
             self._name_slow(seen)
 
     def _name_slow(self, seen: list[Seen]) -> None:
-        texts = [self._seen.get(process, ("", 0.0))[0] for process in range(len(seen))]
-        times = [json.loads(text)["own_s"] if text else {} for text in texts]
         slow = self._slow_ranks.look(
             self._clock.now_s(),
-            times,
+            [each.own_s for each in seen],
             calls=["".join(each.note.calls[:1]) for each in seen],
             silent_s=max(each.silent_s for each in seen),
         )
@@ -585,10 +579,9 @@ class _Watch:
             is_hopeless = any(notes[number].has_left for number in members)
             warning_s = self._patience.warning_s
             due = self._due.get(process, self._early_s if is_hopeless else warning_s)
-            text = describe_stall(notes, process) if note.stuck_s >= due else None
-            if text is not None and process == self._process and is_hopeless:
-                self._here.left_alone = text
-            if text is not None:
+            if note.stuck_s >= due and (text := describe_stall(notes, process)) is not None:
+                if process == self._process and is_hopeless:
+                    self._here.left_alone = text
                 told.append(text)
                 # The longer the stall, the rarer the warnings.
                 self._due[process] = 3 * max(note.stuck_s, warning_s)
@@ -596,12 +589,13 @@ class _Watch:
             logger.warning("%s %s", " ".join(told), SAME_CALLS, extra={"on_every_process": True})
 
 
-def _note(text: str) -> Note:
+def _seen(text: str, silent_s: float) -> Seen:
     if not text:
-        return Note()
-    values: dict[str, Any] = json.loads(text)["note"]
+        return Seen(Note(), silent_s)
+    post = json.loads(text)
+    values: dict[str, Any] = post["note"]
     values["calls"], values["members"] = tuple(values["calls"]), tuple(values["members"])
-    return Note(**values)
+    return Seen(Note(**values), silent_s, post["own_s"], post["stack"])
 
 
 _watch = Slot[_Watch | None](lambda: None, close=_Watch.stop)

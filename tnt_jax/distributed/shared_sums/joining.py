@@ -208,14 +208,8 @@ def _own_folder() -> Path | None:
 
 def _compiled(compiler: str, folder: Path, name: str) -> ctypes.CDLL:
     partial = folder / f"{name}.{os.getpid()}"
-    command = [
-        *compiler.split(),
-        *_OPTIONS,
-        f"-I{jax.ffi.include_dir()}",
-        str(_SOURCE),
-        "-o",
-        str(partial),
-    ]
+    include = f"-I{jax.ffi.include_dir()}"
+    command = [*compiler.split(), *_OPTIONS, include, _SOURCE, "-o", partial]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
         path = partial.replace(folder / f"{name}-{_digest(partial.read_bytes())}.so")

@@ -35,10 +35,8 @@ def adasum(tree: Any, axis_name: str) -> Any:
 
 def _combined(own: jax.Array, other: jax.Array, is_lower: jax.Array) -> jax.Array:
     # Both partners compute the same sum in the same order.
-    a, b = (
-        jnp.where(is_lower, first, second).astype(jnp.float32)
-        for first, second in ((own, other), (other, own))
-    )
+    a = jnp.where(is_lower, own, other).astype(jnp.float32)
+    b = jnp.where(is_lower, other, own).astype(jnp.float32)
     product, a_square, b_square = jnp.vdot(a, b), jnp.vdot(a, a), jnp.vdot(b, b)
     a_share, b_share = (
         1 - jnp.where(square > 0, product / (2 * jnp.where(square > 0, square, 1)), 0)

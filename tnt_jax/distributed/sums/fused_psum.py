@@ -1,6 +1,7 @@
 """Sums over the ranks at the lowest cost."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -64,12 +65,8 @@ def flatten(arrays: Sequence[jax.Array]) -> jax.Array:
 
 def split_like(flat: jax.Array, arrays: Sequence[Any]) -> list[jax.Array]:
     """Returns the pieces of `flat`, `[total size]`, in the shapes of `arrays`."""
-    parts = []
-    start = 0
-    for x in arrays:
-        parts.append(flat[start : start + x.size].reshape(x.shape))
-        start += x.size
-    return parts
+    ends = accumulate(x.size for x in arrays)
+    return [flat[end - x.size : end].reshape(x.shape) for x, end in zip(arrays, ends, strict=True)]
 
 
 def _has_slow_starts() -> bool:

@@ -50,11 +50,8 @@ def output_positions(jaxpr: Any) -> list[_Position]:
     """Returns where in a jaxpr each output is computed; positions compare like times."""
     made: dict[Any, _Position] = {}
     for index, equation in enumerate(jaxpr.eqns):
-        inner = _positions_inside(equation)
-        made |= {
-            variable: (index, *inner[position])
-            for position, variable in enumerate(equation.outvars)
-        }
+        places = zip(equation.outvars, _positions_inside(equation), strict=True)
+        made |= {variable: (index, *place) for variable, place in places}
     # An output that no equation computes is available from the start; a literal cannot be looked
     # up.
     return [

@@ -8,15 +8,11 @@ from typing import NamedTuple
 
 from tnt_jax import _jax
 
+# Of those dtypes that do not have 4.
 _NUM_BYTES = {
-    name: size
-    for size, names in (
-        (8, "f64 s64 u64"),
-        (4, "f32 s32 u32"),
-        (2, "bf16 f16 u16 s16"),
-        (1, "s8 u8 pred"),
-    )
-    for name in names.split()
+    **dict.fromkeys(("f64", "s64", "u64"), 8),
+    **dict.fromkeys(("bf16", "f16", "s16", "u16"), 2),
+    **dict.fromkeys(("s8", "u8", "pred"), 1),
 }
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -105,15 +101,13 @@ def read_collectives(text: str, computation: str = "") -> tuple[list[Collective]
             "Only a scheduled program shows what overlaps: pass the text of a compiled program."
         )
     computations = _split_computations(text)
-    # An asynchronous collective may be wrapped into a computation that a generic start calls.
-    wrapped = {name: _wrapped(lines) for name, lines in computations.items() if name}
     found: list[tuple[str, str, int, bool, int]] = []
     # After how many kernels each start is done.
     ends: dict[str, int] = {}
     kernels = 0
     backward = []
     for name, shape, operation, rest in _instructions(computations[computation]):
-        kind, groups = _kind(operation, rest, wrapped)
+        kind, groups = _kind(operation, rest, computations)
         if operation.endswith("-done"):
             if operand := re.search(r"%([\w.\-]+)\)", rest):
                 ends[operand[1]] = kernels
@@ -135,14 +129,13 @@ def read_collectives(text: str, computation: str = "") -> tuple[list[Collective]
 def read_traffic(text: str) -> list[Traffic]:
     """Returns the collectives of a compiled program's HLO, those in loops and branches included."""
     computations = _split_computations(text)
-    wrapped = {name: _wrapped(lines) for name, lines in computations.items() if name}
     # The devices that the program is compiled for, from its first line.
     counts = re.findall(r"(?:replica_count|num_partitions)=(\d+)", text.split("\n", 1)[0])
     num_devices = math.prod(map(int, counts))
     found = []
     for name, times in _runs(computations):
         for _, shape, operation, rest in _instructions(computations[name]):
-            kind, groups = _kind(operation, rest, wrapped)
+            kind, groups = _kind(operation, rest, computations)
             if kind is None or operation.endswith("-done"):
                 continue
             is_asynchronous = _is_asynchronous(operation, rest)
@@ -225,14 +218,8 @@ def _is_asynchronous(operation: str, rest: str) -> bool:
     return operation.endswith("-start") and '"is_sync":true' not in rest
 
 
-def _wrapped(lines: list[str]) -> tuple[str, str] | None:
-    """Returns the kind of the collective in a computation, and what follows it."""
-    found = ((kind, rest) for _, _, kind, rest in _instructions(lines) if kind in _COLLECTIVES)
-    return next(found, None)
-
-
 def _kind(
-    operation: str, rest: str, wrapped: dict[str, tuple[str, str] | None]
+    operation: str, rest: str, computations: dict[str, list[str]]
 ) -> tuple[str, str] | tuple[None, str]:
     """Returns the kind of a collective, and the text that has its groups; None for others."""
     base = re.sub(r"-(start|done)$", "", operation)
@@ -240,10 +227,12 @@ def _kind(
         return base, rest
     if operation == "custom-call" and _SHARED_SUM.search(rest):
         return "all-reduce", rest
+    # An asynchronous collective may be wrapped into a computation that a generic start calls.
     called = re.search(r"calls=%([\w.\-]+)", rest)
     is_pair = operation.endswith(("-start", "-done"))
-    inside = wrapped.get(called[1]) if called and (is_pair or operation == "fusion") else None
-    return inside or (None, "")
+    lines = computations.get(called[1], []) if called and (is_pair or operation == "fusion") else []
+    inside = ((kind, rest) for _, _, kind, rest in _instructions(lines) if kind in _COLLECTIVES)
+    return next(inside, (None, ""))
 
 
 def _num_bytes(kind: str, operation: str, shape: str, groups: str) -> int:
