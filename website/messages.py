@@ -18,7 +18,7 @@ from repository import ROOT, slug
 
 PAGE = ROOT / "docs/faq.md"
 _MARK = re.compile(r"^<!-- messages: (.*?) -->$", re.MULTILINE | re.DOTALL)
-_LOGGED = {"warning", "error", "critical"}
+_WARNS = {"warn", "warn_once", "warning", "error", "critical"}
 
 
 def messages(file: Path) -> list[str]:
@@ -75,7 +75,7 @@ def _calls(tree: ast.AST) -> Iterator[ast.expr]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
             yield node.exc.args[0]
-        elif isinstance(node, ast.Call) and node.args and _name(node.func) in {"warn", *_LOGGED}:
+        elif isinstance(node, ast.Call) and node.args and _name(node.func) in _WARNS:
             yield node.args[0]
 
 

@@ -7,9 +7,11 @@ step waits for nothing: reports are posted for several batches at once and ahead
 import json
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from typing import Any, NamedTuple
 
 import jax
@@ -73,14 +75,12 @@ class CoordinationBoard:
             _jax.coordination_client().key_value_delete(f"tnt_jax/{name}/{self.process}")
 
 
-_counts = Slot[dict[str, int]](dict)
+_counts = Slot[dict[str, Iterator[int]]](lambda: defaultdict(count))
 
 
 def unique_name(kind: str) -> str:
     """Returns a name on the board that no other call has; all processes call it equally often."""
-    counts = _counts.get()
-    counts[kind] = counts.get(kind, -1) + 1
-    return f"{kind}/{counts[kind]}"
+    return f"{kind}/{next(_counts.get()[kind])}"
 
 
 def gather(board: CoordinationBoard, name: str, value: Any) -> list[Any]:

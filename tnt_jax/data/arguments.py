@@ -79,9 +79,7 @@ def check_arguments(x: Any, y: Any, sample_weight: Any) -> None:
             "or pass an array."
         )
     for name, value, other in (("x", x, y), ("y", y, x), ("sample_weight", sample_weight, None)):
-        is_text = isinstance(value, (list, tuple)) and any(
-            isinstance(item, str) for item in value[:1]
-        )
+        is_text = isinstance(value, (list, tuple)) and value and isinstance(value[0], str)
         if not is_text and not is_arrays(value):
             continue
         _check_no_rows(name, value, other)
@@ -89,9 +87,7 @@ def check_arguments(x: Any, y: Any, sample_weight: Any) -> None:
         for leaf in (leaf for leaf in jax.tree.leaves(value) if not is_torch_tensor(leaf)):
             if hasattr(leaf, "dtypes") and hasattr(leaf, "columns"):
                 _check_table(name, leaf)
-            elif isinstance(leaf, (np.ndarray, str)) or (
-                hasattr(leaf, "__array__") and hasattr(leaf, "dtype")
-            ):
+            elif isinstance(leaf, str) or (hasattr(leaf, "__array__") and hasattr(leaf, "dtype")):
                 check_numbers(name, leaf)
 
 

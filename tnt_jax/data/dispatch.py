@@ -24,11 +24,10 @@ from tnt_jax.data.sources import (
     gives_batches,
     is_grain_map_dataset,
     num_shards,
+    warn_once,
 )
 from tnt_jax.data.tables.rows import columns, is_hugging_face
 from tnt_jax.data.tf.tfdata import TfData, tf_source
-from tnt_jax.job import once_per_job
-from tnt_jax.log import logger
 
 _Spec = TypeVar("_Spec", RandomAccess, RayData)
 
@@ -38,7 +37,11 @@ def as_source(x: Any, y: Any, sample_weight: Any, options: ReadOptions) -> Sourc
     if x is None:
         raise ValueError("x is missing: pass arrays, a tf.data.Dataset, or an iterable of batches.")
     if options.reproducible and not options.distribute:
-        _warn_of_own_shards()
+        warn_once(
+            "With tnt_distribute_dataset=False each process brings its own shard, and training is "
+            "reproducible only if the shards, put together, are the same global batches for every "
+            "number of processes. Pass the whole dataset and leave the splitting to fit."
+        )
     if is_arrays(x):
         return array_source(x, y, sample_weight, options)
     _check_arguments(x, y, sample_weight, options)
@@ -104,15 +107,6 @@ def _check_arguments(x: Any, y: Any, sample_weight: Any, options: ReadOptions) -
     )
 
 
-@once_per_job
-def _warn_of_own_shards() -> None:
-    logger.warning(
-        "With tnt_distribute_dataset=False each process brings its own shard, and training is "
-        "reproducible only if the shards, put together, are the same global batches for every "
-        "number of processes. Pass the whole dataset and leave the splitting to fit."
-    )
-
-
 def gives_examples(x: Any) -> bool:
     """Returns whether `x` gives examples by index, as TFDS, Grain and PyTorch datasets do."""
     has_items = hasattr(x, "__len__") and hasattr(x, "__getitem__")
@@ -140,7 +134,6 @@ def _random_access_source(x: Any, options: ReadOptions) -> Source:
 
 
 def _with_arguments(x: _Spec, options: ReadOptions) -> _Spec:
-    """Returns a `RandomAccess` or `RayData` with the arguments of the call."""
     if options.batch_size is not None and x.batch_size not in (None, options.batch_size):
         raise ValueError(
             f"A batch size of {options.batch_size} was passed with a {type(x).__name__} that has "
@@ -232,6 +225,5 @@ def _rebatched(dataset: Any, factor: Fraction) -> Any:
             "The batches of the tf.data.Dataset differ in size, or do not tell it, so that tnt-jax "
             "scale --weak cannot make them larger. Measure with --strong."
         )
-    return dataset.rebatch(
-        multiplied(batching.size, factor), drop_remainder=batching.drop_remainder
-    )
+    size = multiplied(batching.size, factor)
+    return dataset.rebatch(size, drop_remainder=batching.drop_remainder)

@@ -131,7 +131,7 @@ class Feed:
             outer = here.doing
             here.doing = ("data", "")
             try:
-                kind, value = self._wait() if self._threaded else self._next()
+                kind, value = self._take() if self._threaded else self._next()
             finally:
                 here.doing = outer
             if kind == "error":
@@ -140,23 +140,20 @@ class Feed:
                 return
             yield value
 
-    def _wait(self) -> tuple[str, Any]:
-        with timeline.span("wait for data", "data"):
-            return self._take()
-
     def _next(self) -> tuple[str, Any]:
         for item in self._items:
             return "item", self._prepare(item)
         return "end", None
 
     def _take(self) -> tuple[str, Any]:
-        if self._gives_up is None:
-            return self._ready.get()
-        while True:
-            with contextlib.suppress(queue.Empty):
-                return self._ready.get(timeout=_TICK_S)
-            if self._gives_up():
-                return "end", None
+        with timeline.span("wait for data", "data"):
+            if self._gives_up is None:
+                return self._ready.get()
+            while True:
+                with contextlib.suppress(queue.Empty):
+                    return self._ready.get(timeout=_TICK_S)
+                if self._gives_up():
+                    return "end", None
 
     def _work(self) -> None:
         reader_stopped.set(self._stopped)

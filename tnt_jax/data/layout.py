@@ -146,7 +146,13 @@ def resolve_batch_size(
             f"The global batch size ({size}) must be at least the number of {rank_slice.kind} "
             f"({num_ranks}){_advice(rank_slice)}"
         )
-    _check_num_examples(num_examples, size, drop_remainder)
+    if num_examples == 0:
+        raise ValueError("The dataset is empty: at least one example is needed.")
+    if num_examples is not None and drop_remainder and num_examples < size:
+        raise ValueError(
+            f"The dataset has {num_examples} examples, fewer than one global batch ({size}), and "
+            "drop_remainder=True drops them all. Use a smaller batch or keep the remainder."
+        )
     return size
 
 
@@ -161,16 +167,6 @@ def _advice(rank_slice: RankSlice) -> str:
         ": some ranks would never see a row. Use a larger batch, or fewer devices with "
         "tnt_jax.init(devices=...)."
     )
-
-
-def _check_num_examples(num_examples: int | None, size: int, drop_remainder: bool) -> None:
-    if num_examples == 0:
-        raise ValueError("The dataset is empty: at least one example is needed.")
-    if num_examples is not None and drop_remainder and num_examples < size:
-        raise ValueError(
-            f"The dataset has {num_examples} examples, fewer than one global batch ({size}), and "
-            "drop_remainder=True drops them all. Use a smaller batch or keep the remainder."
-        )
 
 
 def describe_sizes(rank_slice: RankSlice, source: Any, *, seed: int | None = None) -> str:

@@ -72,11 +72,12 @@ class Permutation:
         self.seed = seed
         self.epoch = epoch
         base = _mix_int(_mix_int(seed & _WORD) ^ ((epoch & _WORD) * _GOLDEN & _WORD))
-        self._keys = [
-            np.uint64(_mix_int((base + _GOLDEN * (number + 1)) & _WORD))
-            for number in range(_ROUNDS)
-        ]
-        self._table = _table(n, self._keys[0]) if n <= _TABLE_SIZE else None
+        rounds = [(base + _GOLDEN * number) & _WORD for number in range(1, _ROUNDS + 1)]
+        self._keys = _mix(np.array(rounds, np.uint64))
+        self._table: np.ndarray | None = None
+        if n <= _TABLE_SIZE:
+            hashes = _mix(np.arange(n, dtype=np.uint64) ^ self._keys[0])
+            self._table = np.argsort(hashes, kind="stable")
         self._rows = math.isqrt(n - 1) + 1  # The square root of n, rounded up.
         self._columns = -(-n // self._rows)
 
@@ -110,10 +111,6 @@ class Permutation:
             left = (left + _mix(right ^ first) % rows) % rows
             right = (right + _mix(left ^ second) % columns) % columns
         return left * columns + right
-
-
-def _table(n: int, key: np.uint64) -> np.ndarray:
-    return np.argsort(_mix(np.arange(n, dtype=np.uint64) ^ key), kind="stable")
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

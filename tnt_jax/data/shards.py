@@ -7,6 +7,7 @@ counts once and no process waits in vain.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from tnt_jax.data.agreement import CoordinationBoard, Exchange, ReadAhead, Repor
 from tnt_jax.data.elements import as_batch
 from tnt_jax.data.layout import RankSlice
 from tnt_jax.data.permutation import RowOrder
-from tnt_jax.data.sources import HostBatch, batch_length, common_length, form_of, started
+from tnt_jax.data.sources import HostBatch, batch_length, form_of, length_of, passes_of
 
 # Batches per report; as many are held in memory. More batches mean fewer messages, each of which
 # takes well under a millisecond.
@@ -43,14 +44,14 @@ class ShardSource:
         micro_batch_size: int | None = None,
         board: CoordinationBoard | None = None,
     ) -> None:
-        self._batches = batches
         self._rank_slice = rank_slice
         self._micro = micro_batch_size
         self._board = CoordinationBoard() if board is None else board
         self._name = unique_name("shards") if board is None else "shards"
-        self._running = iter(batches) if isinstance(batches, Iterator) else None
+        self._pass_of = passes_of(batches)
         self.row_order = RowOrder(
-            parts={"number of shards": self._board.num_processes}, can_go_back=self._running is None
+            parts={"number of shards": self._board.num_processes},
+            can_go_back=not isinstance(batches, Iterator),
         )
         self._num_passes = 0
         self._template: Any = None
@@ -59,15 +60,14 @@ class ShardSource:
             micro_batch_size and micro_batch_size * rank_slice.num_ranks
         )
         self.num_examples: int | None = None
-        self.num_batches: int | None = self._longest()
+        self.num_batches: int | None = self._longest(length_of(batches))
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows, one batch a step, until the data of all has ended."""
         exchange = Exchange(self._board, f"{self._name}/{self._num_passes}")
         self._num_passes += 1
-        batches = self._running if self._running is not None else started(self._batches, epoch)
         reader = ReadAhead(
-            map(as_batch, batches),
+            map(as_batch, self._pass_of(epoch)),
             lambda batch: (batch_length(batch), form_of(batch)),
             local_ranks=self._rank_slice.local_ranks,
         )
@@ -100,21 +100,16 @@ class ShardSource:
 
     def _check(self, reports: list[Report]) -> None:
         """Sets the rows per rank from the first reports, and refuses on all what does not fit."""
-        empty = [
-            process
-            for process, report in enumerate(reports)
-            if not report.num_rows and self._template is None
-        ]
-        if self._micro is None and not empty:
-            self._micro = max(-(-report.num_rows[0] // report.local_ranks) for report in reports)
-            self.global_batch_size = self._micro * self._rank_slice.num_ranks
-        if empty:
+        empty = [process for process, report in enumerate(reports) if not report.num_rows]
+        if empty and self._template is None:
             raise ValueError(
                 f"The dataset of process {empty[0]} is empty. Give every process at least one "
                 "batch, or let tnt_jax split the dataset (tnt_distribute_dataset=True)."
             )
+        if self._micro is None:
+            self._micro = max(-(-report.num_rows[0] // report.local_ranks) for report in reports)
+            self.global_batch_size = self._micro * self._rank_slice.num_ranks
         self._check_forms(reports)
-        assert self._micro is not None
         for process, report in enumerate(reports):
             full = self._micro * report.local_ranks
             if any(rows > full for rows in report.num_rows):
@@ -127,12 +122,8 @@ class ShardSource:
     def _check_forms(self, reports: list[Report]) -> None:
         """Refuses batches with different structures in one step; ended shards have their first."""
         self._first_forms = self._first_forms or [report.batches[0] for report in reports]
-        for step in range(max(len(report.batches) for report in reports)):
-            pairs = zip(reports, self._first_forms, strict=True)
-            forms = [
-                report.batches[step] if step < len(report.batches) else first
-                for report, first in pairs
-            ]
+        for found in zip_longest(*(report.batches for report in reports)):
+            forms = [form or first for form, first in zip(found, self._first_forms, strict=True)]
             other = next((process for process, form in enumerate(forms) if form != forms[0]), None)
             if other is not None:
                 raise ValueError(
@@ -150,7 +141,7 @@ class ShardSource:
         ]
         if batch is not None and self._template is None:
             self._template = jax.tree.map(lambda x: x[:1], batch)
-        num_rows = 0 if batch is None else common_length(batch)
+        num_rows = 0 if batch is None else batch_length(batch)
         source = self._template if batch is None else batch
         indices = np.minimum(np.arange(full), max(num_rows - 1, 0))
         data = batch if num_rows == full else jax.tree.map(lambda x: x[indices], source)
@@ -159,12 +150,9 @@ class ShardSource:
         real = tuple(slice(first, first + n) for first, n in zip(firsts, rows_of, strict=False))
         return HostBatch(data, mask, sum(rows_of), real)
 
-    def _longest(self) -> int | None:
+    def _longest(self, length: int | None) -> int | None:
         """Agrees on the number of steps before the epoch, if every shard knows its length."""
-        try:
-            own = [len(self._batches)]  # type: ignore[arg-type]
-        except TypeError:
-            own = []
+        own = [] if length is None else [length]
         exchange = Exchange(self._board, f"{self._name}/length")
         exchange.post(Report(own, has_ended=True, local_ranks=self._rank_slice.local_ranks))
         lengths = [report.num_rows for report in exchange.read()]

@@ -5,7 +5,7 @@ together they feed each global batch exactly once.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -22,6 +22,8 @@ from tnt_jax.data.elements import (
 )
 from tnt_jax.data.layout import RankSlice, ReadOptions, local_rows, num_batches, resolve_batch_size
 from tnt_jax.data.permutation import RowOrder
+from tnt_jax.job import once_per_job
+from tnt_jax.log import logger
 
 DEFAULT_BATCH_SIZE = 32
 
@@ -44,12 +46,17 @@ def stages_of(dataset: Any) -> Iterator[Any]:
         stages.extend(getattr(stage, "parents", ()))
 
 
+def length_of(batches: Any) -> int | None:
+    """Returns the length of a dataset; None if it does not tell."""
+    try:
+        return len(batches)
+    except TypeError:
+        return None
+
+
 def is_endless(dataset: Any) -> bool:
     """Returns whether a dataset's length says that it never ends, as in a repeated Grain one."""
-    try:
-        return len(dataset) >= sys.maxsize
-    except (TypeError, OverflowError):
-        return False
+    return (length_of(dataset) or 0) >= sys.maxsize
 
 
 def num_shards(loader: Any) -> int:
@@ -58,19 +65,20 @@ def num_shards(loader: Any) -> int:
         getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None)
     )
     # PyTorch's DistributedSampler; Grain's samplers and loaders.
-    own = getattr(loader, "_sampler", None)
-    counts = [
-        getattr(sampler, "num_replicas", 1),
-        *(
-            getattr(getattr(part, "_shard_options", None), "shard_count", 1)
-            for part in (loader, own)
-        ),
-    ]
+    counts = [getattr(sampler, "num_replicas", 1)]
+    for part in (loader, getattr(loader, "_sampler", None)):
+        counts.append(getattr(getattr(part, "_shard_options", None), "shard_count", 1))
     return max((count for count in counts if isinstance(count, int)), default=1)
 
 
 # So many rows of arrays, and values of each, are compared between processes.
 _CHECKED_ROWS, _CHECKED_VALUES = 64, 4096
+
+
+@once_per_job
+def warn_once(text: str) -> None:
+    """Warns once per job: an evaluation after every epoch reads the same data again."""
+    logger.warning("%s", text)
 
 
 class HostBatch(NamedTuple):
@@ -188,22 +196,19 @@ class IterableSource:
     def __init__(
         self, batches: Iterable[Any], *, rank_slice: RankSlice, micro_batch_size: int | None = None
     ) -> None:
-        self._batches = batches
+        self._pass_of = passes_of(batches)
         self._rank_slice = rank_slice
         self._micro = micro_batch_size
-        self._running = iter(batches) if isinstance(batches, Iterator) else None
-        self.row_order = RowOrder(can_go_back=self._running is None)
+        self.row_order = RowOrder(can_go_back=not isinstance(batches, Iterator))
         self.first_checksums: tuple[int, int | None] | None = None
         self.global_batch_size: int | None = None
         self.num_examples: int | None = None
         self.is_infinite = is_endless(batches)
-        self.num_batches: int | None = None if self.is_infinite else _length(batches)
+        self.num_batches: int | None = None if self.is_infinite else length_of(batches)
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows of each batch, after dropping `start_batch` batches."""
-        running = self._running
-        elements = started(self._batches, epoch) if running is None else running
-        for index, element in enumerate(elements):
+        for index, element in enumerate(self._pass_of(epoch)):
             own = self.own_rows(as_batch(element))
             if index >= start_batch:
                 yield own
@@ -221,10 +226,15 @@ class IterableSource:
         return select_rows(batch, self._rank_slice)
 
 
-def started(batches: Iterable[Any], epoch: int) -> Iterator[Any]:
-    """Returns batches from the first on, in the order of an epoch where they have one for each."""
-    in_order = getattr(batches, "batches_of_epoch", None)
-    return iter(batches) if in_order is None else in_order(epoch)
+def passes_of(batches: Iterable[Any]) -> Callable[[int], Iterator[Any]]:
+    """Returns a function from an epoch to its batches, in an order of its own where they have one.
+
+    An iterator is read on; anything else begins anew.
+    """
+    if isinstance(batches, Iterator):
+        running = iter(batches)
+        return lambda epoch: running
+    return getattr(batches, "batches_of_epoch", lambda epoch: iter(batches))
 
 
 def select_rows(batch: Any, rank_slice: RankSlice) -> HostBatch:
@@ -281,13 +291,6 @@ def common_length(arrays: Any) -> int:
             f"All arrays must have the same number of rows, but got {found or 'no array at all'}."
         )
     return next(iter(lengths.values()))[0]
-
-
-def _length(batches: Iterable[Any]) -> int | None:
-    try:
-        return len(batches)  # type: ignore[arg-type]
-    except TypeError:
-        return None
 
 
 def announced_batch(

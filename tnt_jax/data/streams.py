@@ -86,11 +86,7 @@ def _check_next(
     next_of: dict[int, Any] = {
         p: r.batches[num_alike] for p, r in enumerate(reports) if len(r.batches) > num_alike
     }
-    ended = [
-        process
-        for process, report in enumerate(reports)
-        if report.has_ended and len(report.batches) == num_alike
-    ]
+    ended = [p for p, report in enumerate(reports) if report.has_ended and p not in next_of]
     failed = [process for process in ended if reports[process].error]
     if failed and error is not None:
         raise error
@@ -103,10 +99,9 @@ def _check_next(
         "process reads data of its own, pass tnt_distribute_dataset=False."
     )
     if ended and next_of:
-        have = next(iter(next_of))
         raise RuntimeError(
             f"The data of process {ended[0]} has ended after {step - 1} batch(es) of {where}, but "
-            f"process {have} has more. {advice}"
+            f"process {next(iter(next_of))} has more. {advice}"
         )
     if len(set(next_of.values())) > 1:
         one = next(iter(next_of))
@@ -138,11 +133,8 @@ class EpochStream:
 
     def require_end(self, steps: int | None = None) -> "EpochStream":
         """Returns itself if its epochs end, or the caller stops after some steps."""
-        if (
-            steps is None
-            and self.steps_per_epoch is None
-            and getattr(self.source, "is_infinite", False)
-        ):
+        is_infinite = getattr(self.source, "is_infinite", False)
+        if is_infinite and steps is None and self.steps_per_epoch is None:
             raise ValueError(
                 "The dataset is infinite, so an epoch would never end. Pass steps_per_epoch to "
                 "fit, or steps to evaluate or predict."

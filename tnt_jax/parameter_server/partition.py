@@ -55,9 +55,9 @@ def rows_of(index: int) -> Kind:
     return Kind("rows", frozenset([index]))
 
 
-def whole_of(*indices: int, because: str = "its state") -> Kind:
+def whole_of(*indices: int) -> Kind:
     """Returns the kind of what mixes elements of variables."""
-    return Kind("whole", frozenset(indices), because=because)
+    return Kind("whole", frozenset(indices), because="its state")
 
 
 class Point(NamedTuple):

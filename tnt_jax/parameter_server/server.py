@@ -366,9 +366,7 @@ class Server:
 
     def _sum(self, pushes: Sequence[Push]) -> Any:
         shares = [from_wire(push.grads, self._dtypes) for push in pushes]
-        total = shares[0]
-        for share in shares[1:]:
-            total = [left + right for left, right in zip(total, share, strict=True)]
+        total: list[Any] = [sum(each[1:], start=each[0]) for each in zip(*shares, strict=True)]
         return self._tree(total)
 
     def _tree(self, held: Sequence[np.ndarray]) -> Any:

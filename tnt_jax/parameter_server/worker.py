@@ -307,14 +307,9 @@ class Worker:
         pushes = []
         for server in range(plan.num_servers):
             held = plan.held(server)
-            params = [index for index in held if index < first]
+            rows = [plan.part(server, index, grads[index]) for index in held if index < first]
             others = [index - first for index in held if index >= first]
-            pushes.append(
-                Push(
-                    to_wire([plan.part(server, index, grads[index]) for index in params]),
-                    [after[index] for index in others],
-                    [np.asarray(before[index]) for index in others],
-                    share,
-                )
-            )
+            state = [after[index] for index in others]
+            pulled_state = [np.asarray(before[index]) for index in others]
+            pushes.append(Push(to_wire(rows), state, pulled_state, share))
         return pushes

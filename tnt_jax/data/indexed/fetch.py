@@ -72,17 +72,14 @@ def write(path: str, value: Any) -> Any:
         return value
     spans, end = [], 0
     try:
-        file = os.open(path, os.O_WRONLY)
-        try:
+        with open(os.open(path, os.O_WRONLY), "wb", buffering=0) as file:
             for buffer in buffers:
                 with buffer.raw() as raw:
                     done = 0
                     while done < raw.nbytes:  # A call writes 2 GB at most.
-                        done += os.pwrite(file, raw[done:], end + done)
+                        done += os.pwrite(file.fileno(), raw[done:], end + done)
                     spans.append((end, raw.nbytes))
                     end += -(-raw.nbytes // _ALIGNMENT) * _ALIGNMENT
-        finally:
-            os.close(file)
     except OSError:
         return value
     return Written(head, spans)
@@ -114,9 +111,7 @@ def stack_examples(examples: Sequence[Any]) -> Any:
     try:
         return map_arrays(lambda *values: _stack(values), *examples)
     except (KeyError, TypeError, ValueError) as error:
-        shapes = dict.fromkeys(
-            str(map_arrays(lambda value: np.shape(value), example)) for example in examples
-        )
+        shapes = dict.fromkeys(str(map_arrays(np.shape, example)) for example in examples)
         raise ValueError(
             "The examples of a batch must have the same structure and shapes, but there are "
             f"{' and '.join(list(shapes)[:3])}. Pad or crop them to one shape in the dataset, or "
@@ -172,12 +167,8 @@ class Chunk(NamedTuple):
     failures: list[str]
 
 
-class AnyRecipe(Protocol):
-    """How indices become rows; it must be picklable, as worker processes receive it once."""
-
-    def fetch(self, epoch: int, indices: list[int]) -> Chunk:
-        """Returns the rows of `indices`."""
-        ...
+# How an epoch and indices become rows; it must be picklable, as worker processes receive it once.
+AnyRecipe = Callable[[int, list[int]], Chunk]
 
 
 @dataclass(frozen=True)
@@ -189,37 +180,28 @@ class Recipe:
     seed: int
     on_error: OnError
 
-    def fetch(self, epoch: int, indices: list[int]) -> Chunk:
+    def __call__(self, epoch: int, indices: list[int]) -> Chunk:
         """Returns the examples at `indices` as one chunk."""
-        if (
-            self.on_error == "raise"
-            and self.transform is None
-            and hasattr(self.dataset, "__getitems__")
-        ):
-            fetched = self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
-            examples = [as_tuple(example) for example in fetched]
+        fetch_several: Any = getattr(self.dataset, "__getitems__", None)
+        if fetch_several is not None and self.on_error == "raise" and self.transform is None:
+            examples = [as_tuple(example) for example in fetch_several(indices)]
             return Chunk(stack_examples(examples), np.ones(len(indices), bool), [])
         examples, failures = [], []
         is_good = np.ones(len(indices), bool)
         for row, index in enumerate(indices):
             try:
-                examples.append(self._example(epoch, index))
+                example = as_tuple(self.dataset[index])
+                if self.transform is not None:
+                    example = self.transform(example, example_generator(self.seed, epoch, index))
+                examples.append(example)
             except Exception as error:
-                error.add_note(
-                    f"This happened in example {index} of {type(self.dataset).__name__} (epoch "
-                    f"{epoch})."
-                )
+                name = type(self.dataset).__name__
+                error.add_note(f"This happened in example {index} of {name} (epoch {epoch}).")
                 if self.on_error == "raise":
                     raise
                 is_good[row] = False
                 failures.append(f"example {index}: {type(error).__name__}: {error}")
         return Chunk(_fill(examples, is_good), is_good, failures)
-
-    def _example(self, epoch: int, index: int) -> Any:
-        example = as_tuple(self.dataset[index])
-        if self.transform is None:
-            return example
-        return self.transform(example, example_generator(self.seed, epoch, index))
 
 
 def example_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
@@ -258,7 +240,7 @@ class Fetcher:
         """Yields one chunk for each array of distinct indices, in order."""
         if self.num_workers == 0:
             for indices in index_batches:
-                yield self._recipe.fetch(epoch, indices.tolist())
+                yield self._recipe(epoch, indices.tolist())
             return
         waiting: deque[list[_Part]] = deque()
         try:
@@ -282,12 +264,11 @@ class Fetcher:
 
     def _submit_part(self, pool: Executor, epoch: int, indices: list[int]) -> _Part:
         if self._worker == "threads":
-            return _Part(pool.submit(self._recipe.fetch, epoch, indices), None)
+            return _Part(pool.submit(self._recipe, epoch, indices), None)
         block = self._free.pop() if self._free else Block()
         return _Part(pool.submit(_fetch_in_worker, epoch, indices, block.path), block)
 
     def _receive(self, parts: list[_Part]) -> Chunk:
-        """Waits for the parts of a batch, and joins them."""
         try:
             # Several are copied as they are joined.
             return _join([_result(part, copy=len(parts) == 1) for part in parts])
@@ -322,7 +303,7 @@ def _set_recipe(recipe: AnyRecipe) -> None:
 
 def _fetch_in_worker(epoch: int, indices: list[int], path: str) -> Any:
     assert _recipe_of_worker is not None
-    return write(path, _recipe_of_worker.fetch(epoch, indices))
+    return write(path, _recipe_of_worker(epoch, indices))
 
 
 def _result(part: _Part, *, copy: bool) -> Chunk:
@@ -341,6 +322,8 @@ def _fill(examples: list[Any], is_good: np.ndarray) -> Any:
 
 
 def _join(chunks: list[Chunk]) -> Chunk:
+    if len(chunks) == 1:
+        return chunks[0]
     is_good = np.concatenate([chunk.is_good for chunk in chunks])
     failures = [text for chunk in chunks for text in chunk.failures]
     stand_in = next((chunk.data for chunk in chunks if chunk.data is not None), None)
@@ -352,7 +335,4 @@ def _join(chunks: list[Chunk]) -> Chunk:
         else chunk.data
         for chunk in chunks
     ]
-    data = parts[0]
-    if len(parts) > 1:
-        data = map_arrays(lambda *arrays: np.concatenate(arrays), *parts)
-    return Chunk(data, is_good, failures)
+    return Chunk(map_arrays(lambda *arrays: np.concatenate(arrays), *parts), is_good, failures)

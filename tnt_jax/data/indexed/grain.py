@@ -64,10 +64,8 @@ def rows_of_batched(dataset: Any) -> RandomAccess | None:
     size: Any = getattr(dataset, "_batch_size", None)
     drop_remainder: Any = getattr(dataset, "_drop_remainder", None)
     is_known = isinstance(size, int) and isinstance(drop_remainder, bool)
-    is_plain = _grain_name(getattr(dataset, "_batch_fn", None)) in (
-        "make_batch",
-        "_MakeBatchParallel",
-    )
+    makes_batch = _grain_name(getattr(dataset, "_batch_fn", None))
+    is_plain = makes_batch in ("make_batch", "_MakeBatchParallel")
     has_all = all(_grain_name(stage) in _WITH_ALL_ROWS for stage in stages_of(rows))
     if not (is_known and is_plain and has_all) or is_endless(rows):
         return None

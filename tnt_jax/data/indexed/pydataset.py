@@ -1,7 +1,7 @@
 """Keras `PyDataset`s, which give whole batches by index; Keras itself is not imported."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -14,22 +14,14 @@ from tnt_jax.data.permutation import Permutation, RowOrder
 from tnt_jax.data.sources import HostBatch, IterableSource
 
 
-@dataclass(frozen=True)
-class _WholeBatches:
-    """The recipe of a batch: the item with that index."""
-
-    sequence: Any
-
-    def fetch(self, epoch: int, indices: list[int]) -> Chunk:
-        del epoch
-        try:
-            batch = self.sequence[indices[0]]
-        except Exception as error:
-            error.add_note(
-                f"This happened in batch {indices[0]} of {type(self.sequence).__name__}."
-            )
-            raise
-        return Chunk(as_batch(batch), np.ones(1, bool), [])
+def _whole_batch(dataset: Any, epoch: int, indices: list[int]) -> Chunk:
+    """Returns a batch, the item with that index."""
+    try:
+        batch = dataset[indices[0]]
+    except Exception as error:
+        error.add_note(f"This happened in batch {indices[0]} of {type(dataset).__name__}.")
+        raise
+    return Chunk(as_batch(batch), np.ones(1, bool), [])
 
 
 class PyDatasetSource(IterableSource):
@@ -55,6 +47,7 @@ class PyDatasetSource(IterableSource):
         self._shuffle = shuffle
         self._seed = seed
         self.row_order = RowOrder([seed] if shuffle else [])
+        self.order = {"shuffle": shuffle, "seed of the order": seed if shuffle else None}
         self.num_batches: int | None = dataset.num_batches
         self.is_infinite = self.num_batches is None
         in_processes = dataset.use_multiprocessing
@@ -62,19 +55,11 @@ class PyDatasetSource(IterableSource):
         # As in Keras, one worker without multiprocessing is the caller itself.
         workers = dataset.workers if dataset.workers > 1 or in_processes else 0
         self._fetcher = Fetcher(
-            _WholeBatches(dataset),
+            partial(_whole_batch, dataset),
             num_workers=workers,
             worker=worker,
             num_batches_ahead=max(1, dataset.max_queue_size),
         )
-
-    @property
-    def order(self) -> dict[str, Any]:
-        """Settings that decide the order of batches, by name; the same on every process."""
-        return {
-            "shuffle": self._shuffle,
-            "seed of the order": self._seed if self._shuffle else None,
-        }
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows of the batches of `epoch` from `start_batch` on alone."""

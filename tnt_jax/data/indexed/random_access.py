@@ -107,21 +107,17 @@ class RandomAccessSource:
         self.row_order = RowOrder(
             [self._seed] if spec.shuffle else [], {"number of examples": size}, is_of_rows=True
         )
+        self.order = {
+            "shuffle of the RandomAccess": spec.shuffle,
+            "seed of the order": self._seed,
+            "drop_remainder": spec.drop_remainder,
+            "on_error": spec.on_error,
+        }
         recipe = Recipe(spec.dataset, spec.transform, self._seed, spec.on_error)
         self._fetcher = Fetcher(recipe, num_workers=spec.num_workers, worker=spec.worker)
         seed = self._seed if spec.shuffle else None
         sizes = describe_sizes(rank_slice, self, seed=seed)
         logger.info("%s Each process fetches its own rows only.", sizes)
-
-    @property
-    def order(self) -> dict[str, Any]:
-        """Settings that decide the order of rows, by name; the same on every process."""
-        return {
-            "shuffle of the RandomAccess": self._spec.shuffle,
-            "seed of the order": self._seed,
-            "drop_remainder": self._spec.drop_remainder,
-            "on_error": self._spec.on_error,
-        }
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows of the batches of `epoch`, from `start_batch` on.

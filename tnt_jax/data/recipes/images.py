@@ -121,12 +121,11 @@ def evaluation_images(
     The arguments are those of `training_images`.
     """
     finish = image_format or ImageFormat()
+    short_side = finish.size * 256 // 224
 
     def prepare(record: Any, number: Any) -> Any:
         del number
-        return finish(
-            central_crop(_jpeg_of(record), size=finish.size, short_side=finish.size * 256 // 224)
-        )
+        return finish(central_crop(_jpeg_of(record), size=finish.size, short_side=short_side))
 
     numbered = tf.data.Dataset.zip((records, tf.data.Dataset.counter()))
     return _batches(numbered, prepare, finish, batch_size, drop_remainder, on_error)
@@ -164,10 +163,8 @@ def central_crop(jpeg: Any, *, size: int = 224, short_side: int = 256) -> Any:
     shape = tf.cast(tf.shape(image)[:2], tf.float32)
     new = tf.cast(tf.round(shape * (short_side / tf.reduce_min(shape))), tf.int32)
     offset = (new - size) // 2
-    image = tf.image.resize(image, new)
-    return tf.ensure_shape(
-        tf.slice(image, [offset[0], offset[1], 0], [size, size, 3]), [size, size, 3]
-    )
+    image = tf.slice(tf.image.resize(image, new), [offset[0], offset[1], 0], [size, size, 3])
+    return tf.ensure_shape(image, [size, size, 3])
 
 
 def shift_and_flip(image: Any, seed: Any, *, padding: int = 4) -> Any:
@@ -186,9 +183,8 @@ def shift_and_flip(image: Any, seed: Any, *, padding: int = 4) -> Any:
     """
     padded = tf.pad(image, [[padding, padding], [padding, padding], [0, 0]])
     shifted = tf.image.stateless_random_crop(padded, tf.shape(image), seed)
-    return tf.ensure_shape(
-        tf.image.stateless_random_flip_left_right(shifted, seed + 1), image.shape
-    )
+    flipped = tf.image.stateless_random_flip_left_right(shifted, seed + 1)
+    return tf.ensure_shape(flipped, image.shape)
 
 
 def image_folder(path: str | Path, *, classes: list[str] | None = None) -> Any:
@@ -257,13 +253,8 @@ def _batches(
 
     def named(record: Any, number: Any) -> Any:
         is_good, image = _or_blank(record, number, prepare, finish)
-        with tf.control_dependencies(
-            [
-                tf.debugging.Assert(
-                    is_good, [tf.strings.join([record["name"], " cannot be read as a JPEG image."])]
-                )
-            ]
-        ):
+        text = tf.strings.join([record["name"], " cannot be read as a JPEG image."])
+        with tf.control_dependencies([tf.debugging.Assert(is_good, [text])]):
             return tf.identity(image), record["label"]
 
     # Not by TensorFlow's tuner: the end of an epoch may wait for it, for half a second. Without it,

@@ -108,11 +108,8 @@ def read_tsv(
     def rows() -> Iterator[tuple[int, tuple[str, str] | None, str]]:
         for number, line in enumerate(_lines(file), 1):
             cells = line.split("\t")
-            yield (
-                number,
-                (cells[columns[0]], cells[columns[1]]) if len(cells) > max(columns) else None,
-                str(file),
-            )
+            pair = (cells[columns[0]], cells[columns[1]]) if len(cells) > max(columns) else None
+            yield number, pair, str(file)
 
     return _corpus(rows(), on_error)
 

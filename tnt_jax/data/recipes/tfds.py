@@ -102,9 +102,8 @@ def _prepared_builder(
         try:
             builder.download_and_prepare()
         except Exception as error:
-            raise FileNotFoundError(
-                _not_there(builder, f"preparing it failed ({type(error).__name__}: {error})")
-            ) from error
+            reason = f"preparing it failed ({type(error).__name__}: {error})"
+            raise FileNotFoundError(_not_there(builder, reason)) from error
     if download:
         collectives.barrier(timeout_s=24 * 3600)
         builder = _find_builder(name, data_dir, file_format)

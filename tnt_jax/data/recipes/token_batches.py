@@ -78,12 +78,12 @@ class TokenBatchSource:
         self._rows = spec.tokens_per_batch // self.buckets
         self._bucket_of = np.searchsorted(self.buckets, lengths)
         used = np.unique(self._bucket_of)
-        if self._rows[used[-1]] < rank_slice.num_ranks:
+        longest, fewest = self.buckets[used[-1]], self._rows[used[-1]]
+        if fewest < rank_slice.num_ranks:
             raise ValueError(
-                f"tokens_per_batch ({spec.tokens_per_batch}) gives {self._rows[used[-1]]} pairs of "
-                f"{self.buckets[used[-1]]} tokens, fewer than the {rank_slice.num_ranks} ranks. "
-                f"Use at least {self.buckets[used[-1]] * rank_slice.num_ranks} tokens, or shorter "
-                "pairs."
+                f"tokens_per_batch ({spec.tokens_per_batch}) gives {fewest} pairs of {longest} "
+                f"tokens, fewer than the {rank_slice.num_ranks} ranks. Use at least "
+                f"{longest * rank_slice.num_ranks} tokens, or shorter pairs."
             )
         self._spec = spec
         self._rank_slice = rank_slice
@@ -201,7 +201,5 @@ class PaddedPairs:
         return len(self._pairs)
 
     def __getitem__(self, index: int) -> Any:
-        source, target = self._pairs[index]
-        return self._structure(
-            _padded([source], self._length)[0], _padded([target], self._length)[0]
-        )
+        source, target = _padded([*self._pairs[index]], self._length)
+        return self._structure(source, target)

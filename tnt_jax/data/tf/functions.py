@@ -1,6 +1,5 @@
 """Finds operations in a `tf.data` pipeline's functions that keep state or draw random numbers."""
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 from tnt_jax.data.tf import private
@@ -57,11 +56,6 @@ def seed_of_unseeded() -> int:
     """Returns the seed of all that the user left unseeded: that of `set_seed`, or 42."""
     # TensorFlow treats a pair of zeros as no seed.
     return seed_or_default(None, default=_DEFAULT_SEED) or _DEFAULT_SEED
-
-
-def seeded_tracing() -> AbstractContextManager[None]:
-    """Seeds the unseeded random operations and shuffles that are traced in the block."""
-    return private.global_seed(seed_of_unseeded())
 
 
 def name_of(wrapper: Any) -> str:

@@ -58,11 +58,8 @@ def _reasons(operation: Any) -> Iterator[str]:
 
 def _inner_reasons(function: Any) -> Iterator[str]:
     """Yields what may differ in the datasets that a function of the pipeline creates."""
-    parallel = [
-        node
-        for node in function_nodes(function)
-        if node.op.startswith(("ParallelMap", "ParallelInterleave"))
-    ]
+    starts = ("ParallelMap", "ParallelInterleave")
+    parallel = [node for node in function_nodes(function) if node.op.startswith(starts)]
     if any(node.attr["deterministic"].s == b"false" for node in parallel):
         yield "has deterministic=False"
     if parallel and (kinds := stateful_operations(function)):
@@ -119,9 +116,8 @@ def _batching_by_operations(dataset: Any) -> Batching | None:
         return Batching(size, drop, examples if examples >= 0 else None)
     if type(stage).__name__ == "_RebatchDataset":
         sizes = read(stage, "batch_sizes").numpy().reshape(-1)
-        return Batching(
-            int(sizes[0]) if len(sizes) == 1 else None, bool(read(stage, "drop_remainder"))
-        )
+        size = int(sizes[0]) if len(sizes) == 1 else None
+        return Batching(size, bool(read(stage, "drop_remainder")))
     sizes = set(_leading_sizes(dataset))
     if type(stage).__name__ == "_TensorDataset" and len(sizes) == 1 and (size := sizes.pop()):
         # from_tensors() makes one element of whole arrays.
@@ -133,10 +129,9 @@ def _batching_by_operations(dataset: Any) -> Batching | None:
 
 def _leading_sizes(dataset: Any) -> list[int | None]:
     """Returns the leading dimension of each component: None if unknown, 0 if there is none."""
-    specs = tf.nest.flatten(dataset.element_spec)
     return [
         spec.shape[0] if isinstance(spec, tf.TensorSpec) and spec.shape.rank else 0
-        for spec in specs
+        for spec in tf.nest.flatten(dataset.element_spec)
     ]
 
 

@@ -11,7 +11,6 @@ from tnt_jax.data.tf import private
 from tnt_jax.data.tf.functions import (
     name_of,
     seed_of_unseeded,
-    seeded_tracing,
     stateful_operations,
     unseeded_operations,
 )
@@ -110,10 +109,9 @@ class Repairs:
     def repaired(self, dataset: Any) -> Any:
         """Returns the dataset with seeds and a fixed order, itself if it needs nothing."""
         if id(dataset) not in self._done:
-            inputs = [self.repaired(source) for source in private.inputs(dataset)]
-            changed = any(
-                new is not old for new, old in zip(inputs, private.inputs(dataset), strict=True)
-            )
+            sources = private.inputs(dataset)
+            inputs = [self.repaired(source) for source in sources]
+            changed = any(new is not old for new, old in zip(inputs, sources, strict=True))
             self._done[id(dataset)] = (
                 self.rebuild(dataset, inputs) if changed or self._needs_repair(dataset) else dataset
             )
@@ -122,10 +120,9 @@ class Repairs:
     def note_order(self, dataset: Any) -> None:
         """Notes an operation that asks for any order, which is not granted."""
         if private.asks_for_any_order(dataset):
-            name = operation_name(dataset)
             self.notes.append(
-                f"{name} has deterministic=False; it runs in order, because every process must see "
-                "one order."
+                f"{operation_name(dataset)} has deterministic=False; it runs in order, because "
+                "every process must see one order."
             )
 
     def rebuild(self, dataset: Any, inputs: list[Any]) -> Any:
@@ -141,25 +138,23 @@ class Repairs:
                 self.disordered.append(operation_name(dataset))
             return dataset
         self._note_repair(dataset)
-        one_by_one = partial(_by_method, calls=False)
-        replay = one_by_one if self._must_slow(dataset) else _REPLAYS[kind]
+        replay = partial(_by_method, calls=False) if self._must_slow(dataset) else _REPLAYS[kind]
         if _unseeded_kinds(dataset):
-            with seeded_tracing():
+            with private.global_seed(seed_of_unseeded()):
                 # The user's own function is traced anew, with seeds.
                 return replay(dataset, inputs, private.user_function)
         return replay(dataset, inputs, private.traced_function)
 
     def _needs_repair(self, dataset: Any) -> bool:
-        kind = type(dataset).__name__
         # A seeded order is rebuilt as well: the user's object may have been iterated before, which
         # advances it. And a parallel interleave does not show whether it was made with
         # deterministic=False.
-        is_open = (
-            kind in _ORDERS
-            or kind == "_ParallelInterleaveDataset"
+        return (
+            type(dataset).__name__ in (*_ORDERS, "_ParallelInterleaveDataset")
             or private.asks_for_any_order(dataset)
+            or bool(_unseeded_kinds(dataset))
+            or self._must_slow(dataset)
         )
-        return is_open or bool(_unseeded_kinds(dataset)) or self._must_slow(dataset)
 
     def _must_slow(self, dataset: Any) -> bool:
         return self._one_by_one and bool(draws_in_parallel(dataset))
@@ -229,13 +224,9 @@ def _with_element_spec(dataset: Any, spec: Any) -> Any:
 
 
 def _shuffle_like(operation: Any, dataset: Any) -> Any:
+    size = read(operation, "buffer_size")
     again = bool(read(operation, "reshuffle_each_iteration"))
-    return _with_seed(
-        operation,
-        lambda seed: dataset.shuffle(
-            read(operation, "buffer_size"), seed, reshuffle_each_iteration=again
-        ),
-    )
+    return _with_seed(operation, partial(dataset.shuffle, size, reshuffle_each_iteration=again))
 
 
 def with_fixed_order(stream: Any, dataset: Any) -> tuple[Any, list[str]]:

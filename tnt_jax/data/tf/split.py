@@ -17,7 +17,7 @@ global batch, because an incomplete last batch is known only when it comes.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -43,7 +43,7 @@ def select_own(dataset: Any, size: int, rank_slice: RankSlice, *, drop_remainder
         parts = window if is_tuple else window[0]
         rows: Any = tf.data.Dataset.zip(parts) if tf.nest.is_nested(parts) else parts
         count = rows.cardinality()
-        micro = -(-count // rank_slice.num_ranks)
+        micro = micro_batch_size(count, rank_slice.num_ranks)
         (first, end), local = rank_slice.rows_of(count), rank_slice.local_ranks * micro
         real = tf.minimum(tf.maximum(tf.minimum(count, end) - first, 0), local)
         padding = rows.skip(count - 1).repeat(local - real)
@@ -64,7 +64,7 @@ def take_own(batches: Any, rank_slice: RankSlice) -> Any:
         parts = batch if type(batches.element_spec) is tuple else batch[0]
         leaf = tf.nest.flatten(parts)[0]
         count: Any = leaf.shape[0] or tf.shape(leaf)[0]
-        micro = -(-count // rank_slice.num_ranks)
+        micro = micro_batch_size(count, rank_slice.num_ranks)
         indices = rank_slice.rows_of(count)[0] + tf.range(rank_slice.local_ranks * micro)
         chosen = tf.minimum(indices, count - 1)
         return tf.cast(count, tf.int64), tf.nest.map_structure(
@@ -165,9 +165,9 @@ class Splitter:
         rows = self.local_batches(source)
         specs = tf.nest.flatten(source.element_spec)
         if all(spec.shape.rank and spec.shape[0] is None for spec in specs):
-            return self._later_map(dataset).apply(rows)
+            return self._later(dataset).apply(rows)
         try:
-            return self._later_map(dataset, retrace=True).apply(rows)
+            return self._later(dataset, retrace=True).apply(rows)
         except (AttributeError, TypeError, ValueError, tf.errors.OpError) as error:
             raise CannotSplitEarly(
                 f"{operation_name(dataset)} takes whole batches alone "
@@ -224,25 +224,14 @@ class Splitter:
         inputs = private.inputs(dataset)
         if kind == "_OptionsDataset":
             return self._hoist(inputs[0], at_selection=at_selection)
-        if kind in MAPS and self._may_move(dataset):
-            source = self._hoist(inputs[0], at_selection=at_selection)
-            return Hoisted(
-                source.base, (*source.later, self._later_map(dataset)), source.base_names
-            )
         if kind in INDEX_OPERATIONS:
             source = self._hoist(inputs[0], at_selection=False)
             base = self.repairs.rebuild(dataset, [source.base])
             return Hoisted(base, source.later, (*source.base_names, operation_name(dataset)))
-        if kind == "_PrefetchDataset":
+        keeps_rows = kind == "_PrefetchDataset" or (kind == "CacheDataset" and at_selection)
+        if keeps_rows or (kind in MAPS and self._may_move(dataset)):
             source = self._hoist(inputs[0], at_selection=at_selection)
-            prefetch = Later(
-                "prefetch", lambda own: own.prefetch(int(read(dataset, "buffer_size")))
-            )
-            return Hoisted(source.base, (*source.later, prefetch), source.base_names)
-        if kind == "CacheDataset" and at_selection:
-            source = self._hoist(inputs[0], at_selection=True)
-            cache = Later("cache", lambda own: self._cached(dataset, own))
-            return Hoisted(source.base, (*source.later, cache), source.base_names)
+            return replace(source, later=(*source.later, self._later(dataset)))
         if inputs:
             self.notes.append(
                 f"{operation_name(dataset)} and what stands before it run for all rows."
@@ -261,7 +250,11 @@ class Splitter:
         if calls_python(read(dataset, "map_func")):
             self.python_maps.append(operation_name(dataset))
 
-    def _later_map(self, dataset: Any, *, retrace: bool = False) -> Later:
+    def _later(self, dataset: Any, *, retrace: bool = False) -> Later:
+        if type(dataset).__name__ == "_PrefetchDataset":
+            return Later("prefetch", lambda own: own.prefetch(int(read(dataset, "buffer_size"))))
+        if type(dataset).__name__ == "CacheDataset":
+            return Later("cache", lambda own: self._cached(dataset, own))
         # A function that was traced for whole batches of a fixed size does not take own rows: the
         # user's code is traced for them.
         wrapper = read(dataset, "map_func")

@@ -16,16 +16,23 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
 from sys import is_finalizing
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from tnt_jax.data.arguments import check_choice
-from tnt_jax.data.layout import RankSlice, describe_sizes, local_rows, resolve_batch_size
+from tnt_jax.data.layout import (
+    RankSlice,
+    ReadOptions,
+    describe_sizes,
+    local_rows,
+    resolve_batch_size,
+)
 from tnt_jax.data.permutation import RowOrder
-from tnt_jax.data.sources import HostBatch, Source, announced_batch, select_rows
+from tnt_jax.data.shards import ShardSource
+from tnt_jax.data.sources import HostBatch, Source, announced_batch, select_rows, warn_once
 from tnt_jax.data.tf.private import Unreadable
-from tnt_jax.job import Slot, once_per_job
+from tnt_jax.job import Slot
 from tnt_jax.log import logger
 
 
@@ -42,12 +49,8 @@ class Distribution(NamedTuple):
 
     def __str__(self) -> str:
         before, after = (", ".join(names) or "nothing" for names in (self.before, self.after))
-        lines = [
-            self.sizes,
-            f"Every process runs for all rows: {before}.",
-            f"It runs for its own rows: {after}.",
-        ]
-        return "\n".join([*lines, *self.notes])
+        all_rows = f"Every process runs for all rows: {before}."
+        return "\n".join([self.sizes, all_rows, f"It runs for its own rows: {after}.", *self.notes])
 
 
 class Rebuilt(NamedTuple):
@@ -90,12 +93,6 @@ def _end(held: list[Any]) -> None:
     held.clear()
 
 
-@once_per_job
-def warn_once(text: str) -> None:
-    """Warns once per job: an evaluation after every epoch reads the same data again."""
-    logger.warning("%s", text)
-
-
 def warn_of_parts(rank_slice: RankSlice, python_maps: list[str], disordered: list[str]) -> None:
     """Warns, if several processes read, of maps that run for all rows and of unknown orders."""
     if rank_slice.local_ranks == rank_slice.num_ranks:
@@ -115,9 +112,6 @@ def warn_of_parts(rank_slice: RankSlice, python_maps: list[str], disordered: lis
             "in an epoch. Give every shuffle a seed."
         )
 
-
-if TYPE_CHECKING:
-    from tnt_jax.data.layout import ReadOptions
 
 Split = Literal["auto", "before", "after"]
 _INFINITE = -1  # tf.data.INFINITE_CARDINALITY
@@ -196,16 +190,11 @@ class TfDataSource:
         self._rank_slice = rank_slice
         self._data = data
         self._micro = micro_batch_size
-        self._split: Split = data.split
         self._reproducible = reproducible
         self._num_passes = 0
         self._build()
+        self.order = {"split": data.split, "rows are selected early": self._is_early}
         logger.info("%s", self.distribution)
-
-    @property
-    def order(self) -> dict[str, Any]:
-        """Settings that decide the order of rows, by name; the same on every process."""
-        return {"split": self._split, "rows are selected early": self._is_early}
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows of the batches of `epoch`, from `start_batch` on.
@@ -216,12 +205,8 @@ class TfDataSource:
         """
         self._go_to(epoch)
         self._num_passes += 1
-        stream = self._stream.skip(start_batch) if start_batch else self._stream
-        yield from self._read(stream, epoch, start_batch)
-
-    def _read(self, stream: Any, epoch: int, start_batch: int) -> Iterator[HostBatch]:
         make = _from_own_rows if self._is_early else select_rows
-        elements = elements_of(stream)
+        elements = elements_of(self._stream.skip(start_batch) if start_batch else self._stream)
         for number in count(start_batch):
             try:
                 element = next(elements)
@@ -250,15 +235,14 @@ class TfDataSource:
                 return
             check_records(files)
         if self._data.named is not None:
-            source = TfDataSource(
-                TfData(self._data.named, self._split),
-                self._rank_slice,
-                micro_batch_size=self._micro,
-            )
+            named_data = TfData(self._data.named, self._data.split)
+            source = TfDataSource(named_data, self._rank_slice, micro_batch_size=self._micro)
             try:
                 list(islice(source.batches(epoch, batch), 2))
             except Exception as named:
-                raise ValueError(_first_line(named)) from error
+                # What an operation said, without the names of TensorFlow's nodes around it.
+                found = re.search(r"[^\[\]\n'\"]*cannot be read[^\[\]\n'\"]*", str(named))
+                raise ValueError(found.group().strip() if found else str(named)) from error
 
     def _without_bad_rows(self, batch: HostBatch) -> HostBatch:
         is_good, data = batch.data
@@ -301,13 +285,16 @@ class TfDataSource:
         from tnt_jax.data.tf.split import CannotSplitEarly, Splitter
 
         repairs = Repairs(one_by_one=self._reproducible)
-        splitter = Splitter(self._rank_slice, self._split, repairs)
+        splitter = Splitter(self._rank_slice, self._data.split, repairs)
         try:
-            if (reason := self._why_not_early()) is not None:
-                raise CannotSplitEarly(reason)
+            if self._data.split == "after":
+                raise CannotSplitEarly("split='after' asks for it")
+            feeds_all = self._rank_slice.local_ranks == self._rank_slice.num_ranks
+            if feeds_all and self._data.split == "auto":
+                raise CannotSplitEarly("this process feeds all ranks")
             stream = splitter.local_batches(self._dataset)
         except CannotSplitEarly as reason:
-            if self._split == "before":
+            if self._data.split == "before":
                 raise ValueError(
                     f"split='before' is impossible: {reason}. Use 'auto', or change the pipeline."
                 ) from None
@@ -322,7 +309,7 @@ class TfDataSource:
     def _untouched(self, error: Unreadable) -> Rebuilt:
         """Returns the pipeline unchanged, for versions of TensorFlow that hide its structure."""
         reason = f"this version of TensorFlow does not let the pipeline be inspected ({error})"
-        if self._split == "before":
+        if self._data.split == "before":
             raise ValueError(
                 f"split='before' is impossible: {reason}. Use 'after', or install TensorFlow 2.21."
             ) from error
@@ -339,7 +326,7 @@ class TfDataSource:
         from tnt_jax.data.tf.inspection import draws_for_own_rows, run_to_run_differences
 
         differences = run_to_run_differences(rebuilt.stream)
-        if self._split == "before":
+        if self._data.split == "before":
             differences += draws_for_own_rows(self._dataset)
         if differences:
             warn_once(
@@ -354,13 +341,6 @@ class TfDataSource:
                 "of random draws is not fixed. To run it in parallel, draw with "
                 "tf.random.stateless_* and a seed from the element (Dataset.enumerate)."
             )
-
-    def _why_not_early(self) -> str | None:
-        if self._split == "after":
-            return "split='after' asks for it"
-        if self._rank_slice.local_ranks == self._rank_slice.num_ranks:
-            return None if self._split == "before" else "this process feeds all ranks"
-        return None
 
     def _go_to(self, epoch: int) -> None:
         """Brings the shuffles of the pipeline to their order of pass `epoch`."""
@@ -385,7 +365,7 @@ def _from_own_rows(element: tuple[np.ndarray, Any], rank_slice: RankSlice) -> Ho
     return HostBatch(element[1], local_rows(count, rank_slice).mask, count)
 
 
-def tf_source(dataset: Any, options: "ReadOptions") -> Source:
+def tf_source(dataset: Any, options: ReadOptions) -> Source:
     """Returns the source of a `tf.data.Dataset` or `TfData`, whole or a process's own shard."""
     choice = dataset if isinstance(dataset, TfData) else TfData(dataset)
     if not options.distribute:
@@ -401,8 +381,7 @@ def tf_source(dataset: Any, options: "ReadOptions") -> Source:
     )
 
 
-def _shard_source(dataset: Any, options: "ReadOptions") -> Source:
-    from tnt_jax.data.shards import ShardSource
+def _shard_source(dataset: Any, options: ReadOptions) -> Source:
     from tnt_jax.data.tf.inspection import batching_of, check_tensors
 
     check_tensors(dataset)
@@ -419,12 +398,6 @@ def _shard_source(dataset: Any, options: "ReadOptions") -> Source:
     return ShardSource(
         dataset, rank_slice=options.rank_slice, micro_batch_size=options.micro_batch_size
     )
-
-
-def _first_line(error: Exception) -> str:
-    """Returns what an operation said, without the names of TensorFlow's nodes around it."""
-    found = re.search(r"[^\[\]\n'\"]*cannot be read[^\[\]\n'\"]*", str(error))
-    return found.group().strip() if found else str(error)
 
 
 def _known(cardinality: Any) -> int | None:
