@@ -25,7 +25,7 @@ WEIGHTS = jnp.ones((6, 6))
 
 def found(function, x=X, **others):
     program = jax.make_jaxpr(function)(x, **others)
-    return dependences(program.jaxpr, [True] * len(jax.tree.leaves(x)), len(jax.tree.leaves(x)[0]))
+    return dependences(program.jaxpr, [True] * len(jax.tree.leaves(x)))
 
 
 def drawing(function, x):

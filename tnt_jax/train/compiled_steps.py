@@ -14,9 +14,8 @@ from tnt_jax import _jax
 from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.shared_sums.joining import TARGET
 from tnt_jax.log import logger
-from tnt_jax.train import execution
 from tnt_jax.train.contracts import Parts, Steps
-from tnt_jax.train.execution import DeviceBatches
+from tnt_jax.train.execution import DeviceBatches, described_batch, one_by_one
 from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.health.number_watch import NumberWatch
 from tnt_jax.train.state import TrainState
@@ -141,14 +140,13 @@ class CompiledSteps:
         if self._train_steps is None:
             fused = self._steps.fused
             assert fused is not None
-            steps = execution.fused_unless_slow(
-                fused.train(*self._arguments, **self._options),
-                self._train_step,
-                state,
-                sums,
-                group.batch,
-                platform=self._platform,
-            )
+            steps = fused.train(*self._arguments, **self._options)
+            if self._platform == "cpu" and _jax.convolves(steps, state, sums, group.batch):
+                logger.info(
+                    "Steps run one by one: XLA's CPU convolutions are many times slower in a "
+                    "program of several steps."
+                )
+                steps = one_by_one(self._train_step)
             self._train_steps = self._lasting(steps)
         return self._train_steps
 
@@ -179,7 +177,7 @@ class CompiledSteps:
 
     def zero_sums(self, group: DeviceBatches, state: TrainState) -> Any:
         """Returns the sums of an epoch before its first batch, on the devices."""
-        batch = execution.described_batch(group)
+        batch = described_batch(group)
         kind = tuple(jax.tree.leaves(batch))
         if kind not in self._zeros:
             kept = {} if self._kept is None else self._kept.zeros

@@ -138,7 +138,6 @@ class Hooks(Protocol):
 
     def on_batch_begin(self, index: int) -> None:
         """Runs before step `index` of the epoch, the first of those that share a program."""
-        ...
 
     def on_batch_end(self, index: int, sums: Any, num_rows: int) -> bool:
         """Runs after step `index`, the last of its program, was started; returns whether to stop.

@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 
 from tnt_jax import _jax
 from tnt_jax.data.sources import HostBatch
-from tnt_jax.log import logger
 
 # A program that runs this long hides the host's cost of starting it, which is well below a
 # millisecond.
@@ -110,19 +109,6 @@ def stack(batches: list[Any]) -> Any:
     return jax.tree.map(lambda *arrays: np.stack(arrays), *batches)
 
 
-def fused_unless_slow(
-    steps: Callable, step: Callable, state: Any, sums: Any, batches: Any, *, platform: str
-) -> Callable:
-    """Returns the program of several steps, or what runs a step in a loop where that is faster."""
-    if platform != "cpu" or not _jax.convolves(steps, state, sums, batches):
-        return steps
-    logger.info(
-        "Steps run one by one: XLA's CPU convolutions are many times slower in a program of "
-        "several steps."
-    )
-    return one_by_one(step)
-
-
 def one_by_one(step: Callable) -> Callable:
     """Returns the function `(state, sums, batches) -> (state, sums)` that runs `step` in a loop."""
 
@@ -176,6 +162,12 @@ def signature(item: HostBatch) -> Any:
         item.shards,
         [(np.shape(x), np.asarray(x).dtype) for x in jax.tree.leaves(item.data)],
     )
+
+
+def local_rows(x: jax.Array, dim: int = 0) -> np.ndarray:
+    """Returns this process's rows of an array with rows along `dim`, each once and in order."""
+    parts = {shard.index[dim].start or 0: shard.data for shard in x.addressable_shards}
+    return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)], axis=dim)
 
 
 class RowsInOrder:

@@ -46,7 +46,10 @@ def channels_first(jaxpr: Any) -> list[Any]:
 
 def run_alone(equations: Sequence[Any], mesh: Mesh, *, last: bool) -> Callable[[int], None]:
     """Returns what computes convolutions with channels first, or last, so many times."""
-    programs = [with_channels_last(x) if last else _as_is(x) for x in equations]
+    programs = [
+        with_channels_last(x) if last else (x.params, [v.aval.shape for v in x.invars])
+        for x in equations
+    ]
     operands = [
         [jnp.ones(shape, x.aval.dtype) for shape, x in zip(shapes, equation.invars, strict=True)]
         for (_, shapes), equation in zip(programs, equations, strict=True)
@@ -67,30 +70,21 @@ def run_alone(equations: Sequence[Any], mesh: Mesh, *, last: bool) -> Callable[[
     return run
 
 
-_Form = tuple[dict[str, Any], list[tuple[int, ...]]]
-
-
-def _as_is(equation: Any) -> _Form:
-    return equation.params, [x.aval.shape for x in equation.invars]
-
-
-def with_channels_last(equation: Any) -> _Form:
+def with_channels_last(equation: Any) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
     """Returns parameters and shapes of operands of a convolution with its channels last.
 
     Kernels then have the dimensions of space, inputs, outputs, as in Flax and Keras.
     """
     (batch, channels, *space), kernel = (x.aval.shape for x in equation.invars)
     outputs, inputs, *window = equation.params["dimension_numbers"].rhs_spec
-    of_kernel = [*(kernel[dim] for dim in window), kernel[inputs], kernel[outputs]]
+    of_kernel = (*(kernel[dim] for dim in window), kernel[inputs], kernel[outputs])
     num_dims = len(kernel)
     of_rows = (0, num_dims - 1, *range(1, num_dims - 1))
     numbers = jax.lax.ConvDimensionNumbers(
         of_rows, (num_dims - 1, num_dims - 2, *range(num_dims - 2)), of_rows
     )
-    return equation.params | {"dimension_numbers": numbers}, [
-        (batch, *space, channels),
-        tuple(of_kernel),
-    ]
+    shapes = [(batch, *space, channels), of_kernel]
+    return equation.params | {"dimension_numbers": numbers}, shapes
 
 
 _WARM_PROGRAMS = 2
@@ -286,22 +280,12 @@ class Explaining:
         settings = runtime.settings
         assert settings.explain_steps is not None, "The environment says what to explain."
         self._runtime, self._num_steps, self._trained_by = runtime, num_steps, trained_by
-        self._rounds = settings.explain_rounds
+        self.rounds = settings.explain_rounds
         self.programs = max(settings.explain_steps // num_steps, 1)
         """Programs of each kind that are timed in a round."""
         self._trials: list[dict[str, Any]] = []
         self._faults = _faults()
         self._compile_s = goodput.account().report()["compiling_s"]
-
-    def turns(
-        self,
-        kinds: Mapping[str, Callable[[int], None] | None],
-        *,
-        programs: int | None = None,
-        alone: Sequence[str] = (),
-    ) -> Generator[int, None, Timed]:
-        """Returns what a program of each kind takes; see `turns`."""
-        return turns(kinds, rounds=self._rounds, programs=programs or self.programs, alone=alone)
 
     def time(
         self,
@@ -310,8 +294,9 @@ class Explaining:
         programs: int | None = None,
         alone: Sequence[str] = (),
     ) -> Timed:
-        """Returns the same where all kinds run by themselves."""
-        return run_to_end(self.turns(kinds, programs=programs, alone=alone))
+        """Returns what a program of each kind takes; see `turns`."""
+        programs = programs or self.programs
+        return run_to_end(turns(kinds, rounds=self.rounds, programs=programs, alone=alone))
 
     def count_faults(self) -> None:
         """Ends the count of pages that are read from disk, which began with the object."""
@@ -398,7 +383,6 @@ def report(measured: Mapping[str, Any]) -> NoReturn:
 
 
 def _describe_sums(lowered: Any | None) -> dict[str, int]:
-    """Returns how many sums a step that was lowered has, how many are small, and their bytes."""
     compiled = [] if lowered is None else collectives.describe_lowered(lowered).compiled
     sizes = [entry[1] for entry in compiled]
     small = sum(size < _SMALL_SUM_BYTES for size in sizes)

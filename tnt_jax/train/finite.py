@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from tnt_jax.train.state import TrainState
@@ -144,15 +143,10 @@ OnNaN = Literal["raise", "skip", "rollback"]
 """Reaction to a step whose loss or gradients are not finite."""
 
 CHECKED = "checked"
-"""Key of the sums of an epoch under which the counts of `first_counts` lie."""
+"""Key, in the sums of an epoch, of the counts of steps that were left, float32 `[3]`.
 
-
-def first_counts(in_a_row: int = 0, *, skipped: int = 0) -> np.ndarray:
-    """Returns the counts of steps that were left, as they are at the beginning, float32 `[3]`.
-
-    They are the steps in a row up to the last one, its loss, and the steps of the epoch.
-    """
-    return np.array([in_a_row, 0, skipped], np.float32)
+They are the steps in a row up to the last one, its loss, and the steps of the epoch.
+"""
 
 
 def is_finite_step(

@@ -106,6 +106,11 @@ def descriptions(tree: Any, *, rows: int | None = None, sharding: Any = None) ->
     return jax.tree.map(describe, tree)
 
 
+def copied(tree: Any) -> Any:
+    """Returns copies of the arrays on devices: a step takes those that it is given."""
+    return jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, tree)
+
+
 def started_at_once(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Returns a transformation whose `init` runs as one program, if JAX can trace it.
 

@@ -11,8 +11,6 @@ from tnt_jax import _jax
 from tnt_jax.adapters.base import VariablePath
 from tnt_jax.train.state import TrainState
 
-# How many leaves or rows an error names.
-_NAMED = 8
 _ACCUMULATED = ("accumulated/", "residual/")
 
 
@@ -93,10 +91,10 @@ def _for_ranks(arrays: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[s
     return found
 
 
-def listed(items: Sequence[Any]) -> str:
+def listed(items: Sequence[Any], *, most: int = 8) -> str:
     """Returns the first items in words, and how many there are besides."""
-    more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
-    return ", ".join(map(str, items[:_NAMED])) + more
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(map(str, items[:most])) + more
 
 
 def _saved_part(entry: Any) -> str:

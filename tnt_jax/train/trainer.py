@@ -340,8 +340,6 @@ class Trainer:
         return sums
 
     def _run(self, group: DeviceBatches, sums: Any) -> Any:
-        """Runs the program of a group of batches; returns the sums after it."""
-
         def start() -> tuple[TrainState, Any]:
             # Read here, because a callback may have replaced the state.
             state = self._built()
@@ -368,12 +366,10 @@ class Trainer:
         *,
         takes_state: bool = False,
     ) -> Any:
-        """Starts a program; if its rows at once may be fewer, the first of a kind by `first_run`.
-
-        One that `takes_state` may fail after that: the host holds a copy meanwhile.
-        """
+        """Starts a program; the first of a kind by `first_run` if its rows at once may be fewer."""
         if fewer_rows is None or kind in self._ran:
             return start()
+        # A program may fail after it has taken the state.
         held = jax.device_get(self._built()) if takes_state and jax.process_count() == 1 else None
         done = first_run(
             start,
@@ -478,19 +474,16 @@ class Trainer:
         return rows.joined()
 
     def _evaluated(self, group: DeviceBatches, state: TrainState, sums: Any) -> Any:
-        """Starts the program that evaluates a group of batches; returns the sums after it."""
         step = self.programs.evaluation(group)
         return step(state.params, state.model_state, sums, group.batch)
 
     def _predicted(self, group: DeviceBatches, state: TrainState, first_row: int) -> Any:
-        """Starts the program that predicts for a group of batches; returns its outputs."""
         program, operands = self._prediction(group, state, first_row)
         return program(*operands)
 
     def _prediction(
         self, group: DeviceBatches, state: TrainState, first_row: int
     ) -> tuple[Any, tuple[Any, ...]]:
-        """Returns the program that predicts for a group of batches, and its operands."""
         operands = (state.params, state.model_state, group.batch.inputs)
         if group.num_steps == 1:
             return self.predict_step, (*operands, np.uint32(first_row))
@@ -553,7 +546,6 @@ class Trainer:
         self._compiled = programs
 
     def _taken(self, group: DeviceBatches) -> DeviceBatches:
-        """Returns a group of batches as the programs take it."""
         take = self.steps.without_padding
         return group if take is None else take(group)
 
@@ -604,15 +596,12 @@ def trace_outputs(trainer: Trainer, batch: Batch) -> tuple[Any, Any]:
     The second tree holds `"sigmoid"`, `"softmax"` or `""`.
     """
     state = trainer.described()
-    # Steps that run one by one have several programs, none of which says it alone.
-    is_one = trainer.steps.fused is not None
-    fast = (
-        trainer.predict_step
-        if is_one
-        else make_predict_step(trainer.adapter.apply, trainer.runtime.mesh)
-    )
+    step: Any = trainer.predict_step
+    if trainer.steps.fused is None:
+        # Steps that run one by one have several programs, none of which says it alone.
+        step = make_predict_step(trainer.adapter.apply, trainer.runtime.mesh)
     inputs = trainer.put(batch.inputs)
-    traced = fast.trace(state.params, state.model_state, inputs, _FIRST)  # pyright: ignore
+    traced = step.trace(state.params, state.model_state, inputs, _FIRST)
     activations = [activation or "" for activation in _jax.last_activations(traced)]
     return traced.out_info, jax.tree.unflatten(jax.tree.structure(traced.out_info), activations)
 
@@ -624,12 +613,7 @@ def local_outputs(trainer: Trainer, batch: Batch) -> Any:
         outputs = _jax.finished(
             trainer.predict_step(state.params, state.model_state, trainer.put(batch.inputs), _FIRST)
         )
-
-    def in_row_order(x: jax.Array) -> np.ndarray:
-        shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-        return np.concatenate([np.asarray(shard.data) for shard in shards])
-
-    return jax.tree.map(in_row_order, outputs)
+    return jax.tree.map(execution.local_rows, outputs)
 
 
 def device_feed(

@@ -65,14 +65,14 @@ def traced_dependence(
 
     inputs, batch = batch.inputs, batch._replace(mask=None)
 
-    def trace(num_rows: int) -> tuple[Any, int]:
+    def trace(num_rows: int) -> Any:
         rows = _described_rows(batch, num_rows)
-        return _traced(trainer, per_row, variables, rows, train=train), num_rows
+        return _traced(trainer, per_row, variables, rows, train=train)
 
     # With one row, its position would not matter.
     several = max(per_rank, 2)
     try:
-        traced, num_rows = _for_some_rows(trace, [several, per_rank])
+        traced = _for_some_rows(trace, [several, per_rank])
         for rows in {per_rank, last_rows} - {0, several}:
             _for_some_rows(trace, [rows, several])
     except DrawError as error:
@@ -81,7 +81,7 @@ def traced_dependence(
     if _jax.communicates(traced):
         return None, True
     holds_rows = [False] * len(jax.tree.leaves(variables)) + [True] * len(jax.tree.leaves(batch))
-    results, _ = dependences(traced.jaxpr.jaxpr, [*holds_rows, False], num_rows)
+    results, _ = dependences(traced.jaxpr.jaxpr, [*holds_rows, False])
     paths = jax.tree_util.tree_leaves_with_path(traced.out_info)
     is_known = not sizes
     for (path, _), found in zip(paths, results, strict=True):

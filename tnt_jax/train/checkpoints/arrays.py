@@ -167,11 +167,8 @@ def merge_arrays(folder: Path) -> None:
     context, transaction = ts.Context(), ts.Transaction(atomic=True)
     with _as_os_error(f"{folder} cannot be written"):
         whole = ts.KvStore.open(_database(folder), context=context).result()
-        parts = [
-            ts.KvStore.open(_database(part), context=context).result()
-            for part in sorted(folder.glob(f"{_OF_PROCESS}*"))
-        ]
-        for part in parts:
+        for path in sorted(folder.glob(f"{_OF_PROCESS}*")):
+            part = ts.KvStore.open(_database(path), context=context).result()
             part.experimental_copy_range_to(whole.with_transaction(transaction)).result()
         transaction.commit_sync()
 

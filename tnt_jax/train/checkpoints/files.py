@@ -154,7 +154,6 @@ def _checksum_of_list(files: Mapping[str, Any]) -> int:
 
 _ITEMS = ("state", "extra")
 _ABOUT = Path("about", "metadata")
-_PARAMS = "params/"
 # How many damaged arrays an error names before it says how many there are besides.
 _NAMED = 4
 
@@ -201,7 +200,8 @@ class Content:
 def check_finite(content: Content) -> None:
     """Raises a NotFiniteError that names the first parameter with NaN or infinity."""
     for path, array in content.items["state"].items():
-        if path.startswith(_PARAMS) and not all(_is_finite(values) for _, values in array.shards):
+        is_checked = path.startswith("params/") and jnp.issubdtype(array.dtype, jnp.inexact)
+        if is_checked and not all(np.isfinite(values).all() for _, values in array.shards):
             raise NotFiniteError(f"{path} holds NaN or infinity")
 
 
@@ -314,10 +314,6 @@ def _in_words(problems: Mapping[str, str]) -> list[str]:
     told = [f"{path} {problem}".strip() for path, problem in problems.items()]
     more = [f"{len(told) - _NAMED} more arrays"] if len(told) > _NAMED else []
     return [*told[:_NAMED], *more]
-
-
-def _is_finite(values: np.ndarray) -> bool:
-    return not jnp.issubdtype(values.dtype, jnp.inexact) or bool(np.isfinite(values).all())
 
 
 def _sync_folder(folder: Path) -> None:

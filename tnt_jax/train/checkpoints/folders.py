@@ -135,11 +135,9 @@ def write_mark(path: Path, items: Sequence[str], *, is_best: bool) -> None:
 def read_mark(path: Path) -> dict[str, Any]:
     """Returns tnt_jax's marker of a checkpoint; nothing if it has none that can be read."""
     try:
-        noted = json.loads(read_regular(path / METADATA))
-    except (OSError, ValueError, RecursionError):
+        mark = json.loads(read_regular(path / METADATA))["custom_metadata"][_MARK]
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
         return {}
-    custom = noted.get("custom_metadata") if isinstance(noted, dict) else None
-    mark = custom.get(_MARK) if isinstance(custom, dict) else None
     return mark if isinstance(mark, dict) else {}
 
 

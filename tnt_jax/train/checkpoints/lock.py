@@ -87,7 +87,6 @@ class DirectoryLock:
 
 
 def _open_locked(path: Path) -> int:
-    """Returns an open file at a path on which this process holds the lock."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         _open_files.add(file)

@@ -27,10 +27,9 @@ from tnt_jax.train.finite import (
     OnNaN,
     all_finite,
     can_be_summed,
-    first_counts,
     scale_alone,
 )
-from tnt_jax.train.state import TrainState
+from tnt_jax.train.state import TrainState, copied
 from tnt_jax.train.state_arrays import listed, state_arrays
 from tnt_jax.train.steps.epoch_sums import num_local_rows, quotient
 from tnt_jax.train.steps.step import REPLICATED, differentiate
@@ -151,20 +150,18 @@ class LossSpikes:
         """Warns if the loss of a step (from 1 on in the epoch) is far above those before it."""
         if not math.isfinite(loss):
             return
-        if loss > self._bound:
-            if not self._is_told:
-                self._is_told = True
-                logger.warning(
-                    "The loss of step %d of epoch %d is %.4g, far above the median %.4g of the %d "
-                    "losses before.",
-                    step,
-                    phases.here().epoch,
-                    loss,
-                    self._median,
-                    _WINDOW,
-                )
-        else:
-            self._is_told = False
+        is_far = loss > self._bound
+        if is_far and not self._is_told:
+            logger.warning(
+                "The loss of step %d of epoch %d is %.4g, far above the median %.4g of the %d "
+                "losses before.",
+                step,
+                phases.here().epoch,
+                loss,
+                self._median,
+                _WINDOW,
+            )
+        self._is_told = is_far
         self._losses.append(loss)
         self._num_seen += 1
         if self._num_seen % _WINDOW == 0:
@@ -234,7 +231,7 @@ class NumberWatch:
             if before is None:
                 self._first_step = int(state.step)
             skipped = 0 if before is None else before.skipped
-            self._copy = _Copy(_copied(state), sums, index, skipped)
+            self._copy = _Copy(copied(state), sums, index, skipped)
             if self._has_progressed:
                 self._num_rollbacks, self._has_progressed = 0, False
         return sums
@@ -338,7 +335,7 @@ class NumberWatch:
         )
         self._in_a_row = 0
         skipped = copy.skipped + newest - copy.index
-        return _copied(copy.state), copy.sums | {CHECKED: self._counts(0, skipped=skipped)}
+        return copied(copy.state), copy.sums | {CHECKED: self._counts(0, skipped=skipped)}
 
     def _end(self, started: _Started, state: TrainState, why: str = "") -> None:
         """Raises the error that ends training, once no other program runs."""
@@ -363,7 +360,7 @@ class NumberWatch:
         raise FloatingPointError(f"{text} (loss {found.loss}). {found.describe()} {advice}")
 
     def _counts(self, in_a_row: int, *, skipped: int = 0) -> Any:
-        return _jax.replicate(first_counts(in_a_row, skipped=skipped), self._mesh)
+        return _jax.replicate(np.array([in_a_row, 0, skipped], np.float32), self._mesh)
 
 
 def _of_epoch() -> str:
@@ -375,8 +372,3 @@ def _of_epoch() -> str:
 def _first_left(started: _Started, in_a_row: int) -> int:
     """Returns the number of the first of the last steps that were left, from 1 on."""
     return started.index - in_a_row + 1
-
-
-def _copied(state: TrainState) -> TrainState:
-    """Returns a copy, as steps take the arrays of the state that they are given."""
-    return jax.tree.map(jnp.copy, state)

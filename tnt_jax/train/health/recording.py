@@ -26,6 +26,7 @@ from tnt_jax.distributed.joining.runtime import Runtime, is_master_rank
 from tnt_jax.log import report_to_launcher
 from tnt_jax.settings import RECORD_MARK, Recording, TrialsDone
 from tnt_jax.train.contracts import Batch
+from tnt_jax.train.execution import local_rows
 from tnt_jax.train.state_arrays import digest
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy", "keras", "tensorflow")
@@ -161,8 +162,7 @@ def _local_rows(x: Any, dim: int) -> np.ndarray:
     if not isinstance(x, jax.Array):
         x = np.asarray(x)
         return x.astype(jax.dtypes.canonicalize_dtype(x.dtype))  # As it is on devices.
-    parts = {shard.index[dim].start or 0: shard.data for shard in x.addressable_shards}
-    return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)], axis=dim)
+    return local_rows(x, dim)
 
 
 def changed_by_rounding(tree: Any, unit: float) -> Any:

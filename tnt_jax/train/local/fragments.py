@@ -71,11 +71,11 @@ def packed(rows: Any, arrays: Sequence[jax.Array], compress: Compression) -> jax
         if compress == "none":
             parts.append(_bytes(array.ravel()))
             continue
-        largest = _LARGEST if compress == "int8" else _LEVELS[-1]
-        scale = jnp.max(jnp.abs(array), initial=0.0) / largest
+        is_int8 = compress == "int8"
+        scale = jnp.max(jnp.abs(array), initial=0.0) / (_LARGEST if is_int8 else _LEVELS[-1])
         scaled = (array / jnp.where(scale > 0, scale, 1.0)).ravel()
-        pack = _packed_int8 if compress == "int8" else _packed_float4
-        parts += [_bytes(scale[None]), pack(scaled)]
+        own = _bytes(jnp.round(scaled).astype(jnp.int8)) if is_int8 else _packed_float4(scaled)
+        parts += [_bytes(scale[None]), own]
     return jnp.concatenate(parts)
 
 
@@ -107,10 +107,6 @@ def message_bytes(shapes: Sequence[tuple[int, ...]], compress: Compression) -> i
 def _array_bytes(shape: tuple[int, ...], compress: Compression) -> int:
     size = math.prod(shape)
     return {"none": 4 * size, "int8": 4 + size, "float4": 4 + (size + 1) // 2}[compress]
-
-
-def _packed_int8(scaled: jax.Array) -> jax.Array:
-    return _bytes(jnp.round(scaled).astype(jnp.int8))
 
 
 def _packed_float4(scaled: jax.Array) -> jax.Array:

@@ -188,7 +188,6 @@ def _processes(groups: Any, hosts: Sequence[str]) -> tuple[tuple[int, ...], ...]
 
 
 def _check_ranks(processes: Sequence[Sequence[int]], owners: Sequence[int]) -> None:
-    """Raises a ValueError unless all groups have equally many ranks."""
     counts = [sum(owner in members for owner in owners) for members in processes]
     if len(set(counts)) > 1:
         raise ValueError(

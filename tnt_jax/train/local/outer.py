@@ -34,6 +34,7 @@ from tnt_jax.train.local.fragments import (
     unpacked,
 )
 from tnt_jax.train.local.groups import Group, LocalSteps, join_group
+from tnt_jax.train.state import copied
 from tnt_jax.train.state_arrays import state_arrays
 
 Arrays = dict[str, jax.Array]
@@ -71,7 +72,7 @@ class OuterUpdates:
             [paths[index] for index in part]
             for part in plan_fragments([params[path].nbytes for path in paths], sync.fragments)
         ]
-        self.params, self.averages = _copied(params), _copied(averages)
+        self.params, self.averages = copied(params), copied(averages)
         self._opt_states = [self._optimizer.init(self._part(p)) for p in range(sync.fragments)]
         self._residual = {}
         if sync.compress != "none":
@@ -95,7 +96,7 @@ class OuterUpdates:
         whole = NamedSharding(group.mesh, PartitionSpec())
         self._send = jax.jit(self._message, static_argnums=0, out_shardings=whole)
         self._apply = jax.jit(self._updated, static_argnums=0, out_shardings=whole)
-        self._copy = jax.jit(_copied, out_shardings=whole)
+        self._copy = jax.jit(copied, out_shardings=whole)
         self._put_rows = make_put(group.mesh)
 
     @property
@@ -235,7 +236,6 @@ class OuterUpdates:
         return averages if fragment == self._sync.fragments - 1 else {}
 
     def _start(self, fragment: int, step: int, params: Arrays, averages: Arrays) -> None:
-        """Begins to send a fragment."""
         own = {path: params[path] for path in self._fragments[fragment]}
         before = {path: x for path, x in self._residual.items() if path in own}
         message, residual = self._send(
@@ -362,10 +362,6 @@ def _float32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
 
 
-def _copied(tree: Any) -> Any:
-    return jax.tree.map(jnp.copy, tree)
-
-
 def _check_floating(params: Mapping[str, jax.Array]) -> None:
     for path, x in params.items():
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -402,7 +398,7 @@ class OuterLoop:
         A step may be given them as donated.
         """
         held = self._params if self._outer is None else self._tree(self._outer.params)
-        return jax.tree.map(jnp.copy, held)
+        return copied(held)
 
     @property
     def sent_bytes(self) -> int:

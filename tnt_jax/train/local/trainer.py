@@ -27,7 +27,7 @@ from tnt_jax.train.contracts import Steps
 from tnt_jax.train.execution import DeviceBatches
 from tnt_jax.train.local.groups import Group, LocalSteps, join_group
 from tnt_jax.train.local.outer import OuterUpdates
-from tnt_jax.train.state import TrainState
+from tnt_jax.train.state import TrainState, copied
 from tnt_jax.train.state_arrays import state_arrays, with_arrays
 from tnt_jax.train.steps.data_parallel import StepsOfSlice
 from tnt_jax.train.trainer import OF_GROUPS, Trainer
@@ -36,19 +36,12 @@ _OWN, _SHARED = f"{OF_GROUPS}own/", f"{OF_GROUPS}all/"
 
 
 class _Kept(NamedTuple):
-    """Host copies of what a process of an elastic job trains.
+    """Host copies of what a process of an elastic job trains."""
 
-    Attributes:
-        shown: The state with the outer weights.
-        own: Arrays of its group by path, as in a checkpoint; empty if it trains in none.
-        shared: Arrays that all groups had alike.
-        updates: Updates of each fragment.
-    """
-
-    shown: TrainState
-    own: dict[str, Any]
-    shared: dict[str, Any]
-    updates: list[int]
+    shown: TrainState  # With the outer weights.
+    own: dict[str, Any]  # Of its group by path, as in a checkpoint; empty if it trains in none.
+    shared: dict[str, Any]  # What all groups had alike.
+    updates: list[int]  # Of each fragment.
 
 
 class LocalTrainer(Trainer):
@@ -315,7 +308,7 @@ class GroupTrainer(Trainer):
 
         Other groups than those that were saved begin with the outer weights.
         """
-        own, shared = _below(_OWN, arrays), dict(_below(_SHARED, arrays))
+        own, shared = _below(_OWN, arrays), _below(_SHARED, arrays)
         self._saved_groups = _num_groups(own)
         if self._saved_groups == self.group.num_groups:
             self._take_back(self.own_rows(own), shared)
@@ -400,13 +393,12 @@ class GroupTrainer(Trainer):
         self._whole._state = replace(state, params=None, model_state=None, opt_state=None)
 
     def _run(self, group: DeviceBatches, sums: Any) -> Any:
-        """Runs a step, and the outer updates that follow it; returns the sums after it."""
         outer = self._begun()
         with self._undone_by_errors(outer):
             first_row, num_rows = self._own_part(group)
             self._number_rows(first_row)
             # Statistics of no rows are NaN.
-            kept = {} if num_rows else jax.tree.map(jax.numpy.copy, self._weights(self._built())[1])
+            kept = {} if num_rows else copied(self._weights(self._built())[1])
             sums = super()._run(group, sums)
             self._num_steps += 1
             state = self._built()
@@ -419,11 +411,8 @@ class GroupTrainer(Trainer):
 
     @contextmanager
     def _undone_by_errors(self, outer: OuterUpdates) -> Iterator[None]:
-        """Lets the group have the state before the block if another one is lost within it.
-
-        Only in an elastic job: in others, the step has taken the memory of that state.
-        """
-        if link() is None:
+        """Lets the group have the state before the block if another one is lost within it."""
+        if link() is None:  # In a job that is not elastic, steps take the memory of that state.
             yield
             return
         state, num_steps = self._built(), self._num_steps

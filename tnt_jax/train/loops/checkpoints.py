@@ -86,7 +86,9 @@ class LoopCheckpoints:
             _loops.get().append(_Loop(self, dataset, jax.tree.structure(state)))
             if settings.record_as not in ("killed", "resumed"):
                 return state
-            self._checkpoints = _of_launcher(settings)
+            assert settings.checkpoint_dir is not None, "The launcher says where."
+            folder = Path(settings.checkpoint_dir) / "verify"
+            self._checkpoints = Checkpoints(folder, on_save_error="raise", prefix=_PREFIX)
         saved = self._checkpoints.read_newest_valid()
         if saved is None:
             return state
@@ -167,13 +169,6 @@ def save_recorded(state: Any) -> bool:
 def _is_trial(settings: Settings) -> bool:
     """Returns whether steps are measured or recorded, and nothing is saved where the loop saves."""
     return settings.record_steps is not None or settings.explain_steps is not None
-
-
-def _of_launcher(settings: Settings) -> Checkpoints:
-    """Returns the checkpoints of a run that is killed, or resumed, by `tnt-jax verify`."""
-    assert settings.checkpoint_dir is not None, "The launcher says where."
-    folder = Path(settings.checkpoint_dir) / "verify"
-    return Checkpoints(folder, on_save_error="raise", prefix=_PREFIX)
 
 
 def _arrays(state: Any) -> dict[str, Any]:

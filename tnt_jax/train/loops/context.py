@@ -29,7 +29,6 @@ class SummedMetric(Protocol):
 
     def replace_sums(self, sums: Any) -> None:
         """Replaces the arrays of its state."""
-        ...
 
 
 class Passes(NamedTuple):
@@ -142,8 +141,7 @@ class StepContext:
             for index, tree in enumerate(added)
             if not self.tells_varying or any(map(_jax.is_varying, jax.tree.leaves(tree)))
         ]
-        summed = self.sum([added[index] for index in local])
-        known = dict(zip(local, summed, strict=True))
+        known = dict(zip(local, self.sum([added[index] for index in local]), strict=True))
         return [known.get(index, tree) for index, tree in enumerate(added)]
 
     def record(self, metric: SummedMetric, added: Any) -> None:

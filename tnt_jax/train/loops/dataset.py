@@ -97,7 +97,6 @@ class _Position:
     step: int = 0
 
     def after(self, num_batches: int) -> "_Position":
-        """Returns the position after some batches of the epoch."""
         return _Position(self.epoch, self.batch + num_batches, self.step + num_batches)
 
 
@@ -188,7 +187,10 @@ class DistributedDataset:
                 f"{dict(position)}. Pass what dataset.position returned."
             )
         self._position = _Position(**{name: int(value) for name, value in position.items()})
-        self._num_rows = self._rows_of(self._position.batch)
+        # Where batches differ, as if each had one row.
+        rows = self._position.batch * (self.global_batch_size or 1)
+        num_examples = self._stream.source.num_examples
+        self._num_rows = rows if num_examples is None else min(rows, num_examples)
         self._is_within = False
         self._is_resumed = True
 
@@ -208,12 +210,6 @@ class DistributedDataset:
         )
         self.seek({"epoch": epoch, "batch": batch, "step": noted["step"]})
         self._num_rows = data["rows"]
-
-    def _rows_of(self, num_batches: int) -> int:
-        """Returns the rows of the first batches of an epoch; where they differ, of batches of 1."""
-        rows = num_batches * (self.global_batch_size or 1)
-        num_examples = self._stream.source.num_examples
-        return rows if num_examples is None else min(rows, num_examples)
 
     def __iter__(self) -> Iterator[DistributedBatch]:
         """Begins the next epoch, or goes on where `seek` says."""

@@ -1,7 +1,6 @@
 """The host side of a distributed step: compilation, device arrays and steps in flight."""
 
 import time
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -36,7 +35,7 @@ from tnt_jax.train.memory_choice import (
     local_bytes,
     memory_limit,
 )
-from tnt_jax.train.state_arrays import state_arrays
+from tnt_jax.train.state_arrays import digest, state_arrays
 from tnt_jax.train.steps.epoch_sums import num_local_rows
 from tnt_jax.train.steps.global_step import RealRows, divided, global_mesh, log_choice
 from tnt_jax.train.steps.step import compiled
@@ -100,10 +99,9 @@ class Engine:
         kind = (stacked, batch.num_rows)
         with phases.in_phase(phase if stacked in self._compiled else "compile"):
             program = self._compiled.get(stacked) or self._compile(state, batch, words, number)
-            carried, arrays = (self._metrics.totals(), number), self._taken(batch)
+            arguments = state, (self._metrics.totals(), number), self._taken(batch), words
             if self._recorder is not None:
-                state = self._begin_record(program, state, carried, batch, arrays, words)
-            arguments = state, carried, arrays, words
+                arguments = self._begin_record(program, batch, arguments), *arguments[1:]
             if stacked in self._chosen and kind not in self._ran:
                 state, carried, metrics = self._first_run(arguments, stacked=stacked)
                 self._ran.add(kind)
@@ -147,7 +145,6 @@ class Engine:
         return program.trace(state, carried, self._taken(batch), words)
 
     def _taken(self, batch: DistributedBatch) -> Any:
-        """Returns what a program takes of a batch."""
         if self._take is None:
             return batch.arrays
         return self._take(batch.arrays, batch.real_rows, dim=int(batch.num_steps is not None))
@@ -168,21 +165,14 @@ class Engine:
             )
 
     def _begin_record(
-        self,
-        program: Callable,
-        state: Any,
-        carried: Any,
-        batch: DistributedBatch,
-        arrays: Any,
-        words: Any,
+        self, program: Any, batch: DistributedBatch, arguments: tuple[Any, ...]
     ) -> Any:
         """Notes a batch, and before the first the state; returns the state to go on with."""
-        recorder, dim = self._recorder, int(batch.num_steps is not None)
+        recorder, state = self._recorder, arguments[0]
         assert recorder is not None
         if not recorder.has_begun:
             known = state_arrays(state)
-            operands = (state, carried, arrays, words)
-            traced = program.trace(*operands)  # type: ignore[attr-defined]
+            traced = program.trace(*arguments)
             unit = rounding_unit(known, traced.lower().as_text(), self.runtime.platform)
             drawn = _jax.draws_in(traced.jaxpr.jaxpr, _ORDINARY_KEY)
             recorder.begin(
@@ -195,7 +185,7 @@ class Engine:
             )
             if recorder.kind == "rounded":
                 state = changed_by_rounding(state, unit)
-        recorder.note_batch(batch.arrays, batch.real_rows, dim=dim)
+        recorder.note_batch(batch.arrays, batch.real_rows, dim=int(batch.num_steps is not None))
         return state
 
     def _compile(self, state: Any, batch: DistributedBatch, words: Any, number: Any) -> Callable:
@@ -203,8 +193,7 @@ class Engine:
         recorder = self._recorder
         if recorder is None or recorder.kind != "passes":
             return self._compile_as_is(state, batch, words, number)
-        dim = int(batch.num_steps is not None)
-        num_rows = jax.tree.leaves(batch.inputs)[0].shape[dim] // self.runtime.num_ranks
+        num_rows = self._rows_of_rank(batch.arrays, stacked=batch.num_steps is not None)
         if num_rows == 1:
             recorder.leave_out("A rank has one row, which cannot be computed in two passes.")
         self._rows_at_once = -(-num_rows // 2)
@@ -287,11 +276,9 @@ class Engine:
         return jax.tree.leaves(arrays)[0].shape[int(stacked)] // self.runtime.mesh.size
 
     def _first_run(self, arguments: tuple[Any, ...], *, stacked: bool) -> Any:
-        """Runs a program whose rows at once memory has chosen; see `first_run`.
-
-        One that fails may have taken the state, of which the host holds a copy meanwhile.
-        """
+        """Runs a program whose rows at once memory has chosen; see `first_run`."""
         state, *others = arguments
+        # A program that fails may have taken the state.
         held = jax.device_get(state) if jax.process_count() == 1 else None
 
         def computed_bytes() -> int:
@@ -389,11 +376,7 @@ class _Placement:
         self._known: dict[int, Any] = {}
 
     def place(self, state: Any) -> Any:
-        """Returns a state on every device; of one that lies elsewhere, a copy.
-
-        A TypeError says that an NNX variable occurs twice in it, or that it is traced, a ValueError
-        that an earlier step was given it, or that processes come with different states.
-        """
+        """Returns a state on every device; of one that lies elsewhere, a copy."""
         known = self._known
         leaves = jax.tree.leaves(state)
         if leaves and isinstance(leaves[0], Tracer):
@@ -409,9 +392,14 @@ class _Placement:
 
     def _placed(self, state: Any, leaves: list[Any]) -> Any:
         arrays = [x for x in leaves if isinstance(x, jax.Array)]
-        if any(x.is_deleted() for x in arrays):
-            # JAX may end the process where it is given such arrays.
-            raise _given_away(self._name, state)
+        # JAX may end the process where it is given deleted arrays.
+        for path, x in jax.tree_util.tree_leaves_with_path(state):
+            if isinstance(x, jax.Array) and x.is_deleted():
+                raise ValueError(
+                    f"The state{jax.tree_util.keystr(path)} was given to an earlier step, which "
+                    "has used its memory again (donated it). Go on with the state that the step "
+                    f"returned: state, metrics = {self._name}(state, batch)."
+                )
         whole = self._sharding
         if len(arrays) == len(leaves) and all(
             x.sharding.is_equivalent_to(whole, x.ndim) for x in arrays
@@ -427,12 +415,11 @@ class _Placement:
         if jax.process_count() == 1:
             return
         sums = {
-            jax.tree_util.keystr(path): _checksum(leaf)
+            jax.tree_util.keystr(path): digest(_jax.key_words(leaf))
             for path, leaf in jax.tree_util.tree_leaves_with_path(state)
         }
-        first = None
-        for process, other in enumerate(collectives.agree(self._name, {}, note=sums)):
-            first = other if first is None else first
+        first, *_ = told = collectives.agree(self._name, {}, note=sums)
+        for process, other in enumerate(told):
             differing = [path for path in {**first, **other} if first.get(path) != other.get(path)]
             if differing:
                 raise ValueError(
@@ -443,28 +430,8 @@ class _Placement:
                 )
 
 
-def _given_away(name: str, state: Any) -> ValueError:
-    path = next(
-        jax.tree_util.keystr(path)
-        for path, x in jax.tree_util.tree_leaves_with_path(state)
-        if isinstance(x, jax.Array) and x.is_deleted()
-    )
-    return ValueError(
-        f"The state{path} was given to an earlier step, which has used its memory again (donated "
-        f"it). Go on with the state that the step returned: state, metrics = {name}(state, batch)."
-    )
-
-
-def _checksum(x: Any) -> str:
-    array = np.ascontiguousarray(_jax.key_words(x))
-    return f"{array.dtype}{array.shape} {zlib.crc32(array.tobytes())}"
-
-
 class _Metrics:
-    """Metrics that a step updates, and the arrays that each adds up; they lie on the devices.
-
-    If nothing `counts`, the metrics stay as they are.
-    """
+    """Metrics that a step updates, unless it `counts` nothing, and the arrays they add up."""
 
     def __init__(
         self, metrics: list[SummedMetric], shapes: list[Any], placement: _Placement, *, counts: bool
@@ -473,7 +440,6 @@ class _Metrics:
         self._own = None if counts else jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
 
     def totals(self) -> list[Any]:
-        """Returns the states of the metrics on every device."""
         if not self._metrics:
             return []
         if self._own is not None:
@@ -484,7 +450,6 @@ class _Metrics:
         return self._placement.place([metric.sums(shape) for metric, shape in pairs])
 
     def replace(self, totals: list[Any]) -> None:
-        """Gives the metrics the states that a program returned."""
         if self._own is not None:
             self._own = totals
             return

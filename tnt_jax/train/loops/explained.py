@@ -27,6 +27,7 @@ from tnt_jax.train.explaining import (
     Timed,
     first_rows,
     report,
+    turns,
 )
 from tnt_jax.train.loops.checkpoints import is_saving
 from tnt_jax.train.loops.dataset import DistributedBatch, ExplainedReading, put_batches
@@ -78,19 +79,22 @@ class ExplainedSteps:
         yield KEPT
         num_steps = batch.num_steps or 1
         explaining = Explaining(self.runtime, num_steps, self._engine.name)
-        groups = _groups(cycle(data.reading.kept), num_steps)
+        kept = cycle(data.reading.kept)
+        groups = iter(lambda: list(islice(kept, num_steps)), [])
         put = put_batches(self.runtime.mesh, stacked=batch.num_steps is not None)
         one = put(next(groups))
         threaded = not data.reading.source.in_memory
         with Feed(groups, put, threaded=threaded) as of_kept:
+            further = iter(lambda: next(data.batches, None), None)  # What the loop would get next.
             kinds: dict[str, Callable[[int], None] | None] = {
                 "as is": None,
-                "no callbacks": self._runs.over(_further(data)),
+                "no callbacks": self._runs.over(further),
                 "kept batches": self._runs.over(iter(of_kept)),
                 "placed batches": self._runs.over(_again(one)),
             }
             kinds |= self._local_kinds(data.reading.kept, batch.num_steps)
-            timed = yield from explaining.turns(kinds, alone=["one rank"])
+            rounds, programs = explaining.rounds, explaining.programs
+            timed = yield from turns(kinds, rounds=rounds, programs=programs, alone=["one rank"])
             explaining.count_faults()
         line = None
         if timed.share("as is", "no callbacks", of="as is") > WORTH_A_TRIAL:
@@ -148,12 +152,8 @@ class ExplainedSteps:
             engine = self._engine.on(runtime, reduction)
             text = self._traced(batch, engine).lower().as_text()
             programs.setdefault(text, (f"--fusion-threshold {kb}", engine))
-        tried = explaining.time(
-            {
-                setting: self._runs.over(_again(batch), engine)
-                for setting, engine in programs.values()
-            }
-        )
+        kinds = {name: self._runs.over(_again(batch), engine) for name, engine in programs.values()}
+        tried = explaining.time(kinds)
         for setting in tried.seconds:
             if setting:
                 explaining.note_trial("sums", setting, tried.slowest(""), tried.slowest(setting))
@@ -188,21 +188,9 @@ class _Runs:
         return run
 
 
-def _groups(items: Iterator[HostBatch], size: int) -> Iterator[list[HostBatch]]:
-    while True:
-        yield list(islice(items, size))
-
-
-def _further(data: ExplainedReading) -> Iterator[DistributedBatch]:
-    """Yields what the loop would get next."""
-    while (batch := next(data.batches, None)) is not None:
-        yield batch
-
-
 def _again(batch: DistributedBatch) -> Iterator[DistributedBatch]:
-    """Yields a batch again and again, as if further ones had its rows."""
-    for step in count(batch.step, batch.num_steps or 1):
-        yield replace(batch, step=step)
+    """Returns a batch again and again, as if further ones had its rows."""
+    return (replace(batch, step=step) for step in count(batch.step, batch.num_steps or 1))
 
 
 _EVERY_S = 0.002

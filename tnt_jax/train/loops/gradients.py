@@ -25,7 +25,7 @@ from tnt_jax.train.loops.context import (
 )
 from tnt_jax.train.steps.epoch_sums import num_real_rows
 from tnt_jax.train.steps.kept_inputs import keep_inputs
-from tnt_jax.train.steps.micro_batches import in_passes, num_passes, sums_of_passes
+from tnt_jax.train.steps.micro_batches import in_passes, sums_of_passes
 from tnt_jax.train.steps.row_dependence import Free, dependences, is_by_row
 
 
@@ -61,7 +61,7 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
     @wraps(loss_fn)
     def differentiated(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         step = require_step("value_and_grad")
-        if num_passes(step.num_rows, step.rows_at_once) > 1:
+        if in_passes(step.num_rows, step.rows_at_once).num_parts > 1:
             return _InPasses(loss_fn, has_aux, step, (args, kwargs)).differentiated(params)
 
         def objective(params: Any) -> tuple[jax.Array, tuple[Any, Any]]:
@@ -90,13 +90,12 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
 def _opened(
     loss_fn: Callable, params: Any, key: jax.Array | None
 ) -> tuple[OpenModule | None, Callable, Any]:
-    """Returns an NNX module that is opened, or None; a function of parameters, and these.
-
-    The function returns the result of `loss_fn`, and the other variables of the module or None.
-    """
-    module = OpenModule(params, key) if is_nnx_module(params) else None
-    function = _with_no_variables(loss_fn) if module is None else module.pure(loss_fn)
-    return module, with_varying_loops(function), params if module is None else module.params
+    """Returns an opened NNX module or None, `loss_fn` with its other variables, and parameters."""
+    if is_nnx_module(params):
+        module = OpenModule(params, key)
+        return module, with_varying_loops(module.pure(loss_fn)), module.params
+    function = with_varying_loops(lambda *args, **kwargs: (loss_fn(*args, **kwargs), None))
+    return None, function, params
 
 
 def grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
@@ -122,9 +121,8 @@ def _differentiate(
     objective: Callable, params: Any, step: StepContext
 ) -> tuple[tuple[Any, Any], Any]:
     """Returns the loss of the global batch with other results, and the summed gradients."""
-    rewrite = partial(keep_inputs, step=step.step) if step.platform == "cpu" else None
-    (value, (loss, others)), grads, order = trace_grads(
-        jax.value_and_grad(objective, has_aux=True), _jax.make_varying(params), rewrite=rewrite
+    (value, (loss, others)), grads, order = _traced_grads(
+        objective, _jax.make_varying(params), step
     )
     is_part = loss is None
     summed = sum_gradients(
@@ -133,8 +131,9 @@ def _differentiate(
     return (summed.first if is_part else value, others), summed.grads
 
 
-def _with_no_variables(loss_fn: Callable) -> Callable:
-    return lambda *args, **kwargs: (loss_fn(*args, **kwargs), None)
+def _traced_grads(objective: Callable, params: Any, step: StepContext) -> tuple[Any, Any, Any]:
+    rewrite = partial(keep_inputs, step=step.step) if step.platform == "cpu" else None
+    return trace_grads(jax.value_and_grad(objective, has_aux=True), params, rewrite=rewrite)
 
 
 def _pair(result: Any) -> tuple[Any, Any]:
@@ -166,19 +165,12 @@ def _checked(loss: Any) -> Any:
 
 
 class _Outcome(NamedTuple):
-    """Results of a loss function for the rows of a pass, besides the loss.
+    """Results of a loss function for the rows of a pass, besides the loss."""
 
-    Attributes:
-        values: Leaves of what it returns besides the loss; of losses their parts.
-        increments: What the rows add to each metric.
-        variables: Other variables of an NNX module, after the call.
-        penalties: Those of the loss.
-    """
-
-    values: list[jax.Array]
-    increments: list[Any]
-    variables: Any
-    penalties: list[jax.Array]
+    values: list[jax.Array]  # Leaves of what it returns besides the loss; of losses their parts.
+    increments: list[Any]  # What the rows add to each metric.
+    variables: Any  # Other variables of an NNX module, after the call.
+    penalties: list[jax.Array]  # Those of the loss.
 
 
 class _InPasses:
@@ -210,7 +202,6 @@ class _InPasses:
         self._aux: Any = None
 
     def differentiated(self, params: Any) -> tuple[Any, Any]:
-        """Returns the result and the gradients; see `value_and_grad`."""
         step = self._step
         module, _, variables = _opened(self._loss_fn, params, step.key)
         variables = _jax.make_varying(variables)
@@ -218,10 +209,8 @@ class _InPasses:
         self._check(forward, variables)
 
         def compute(micro: Any) -> tuple[Any, Any]:
-            (value, outcome), grads, _ = trace_grads(
-                jax.value_and_grad(lambda variables: forward(variables, micro), has_aux=True),
-                variables,
-                rewrite=partial(keep_inputs, step=step.step) if step.platform == "cpu" else None,
+            (value, outcome), grads, _ = _traced_grads(
+                partial(forward, micro=micro), variables, step
             )
             losses, own = self._divided(outcome.values)
             return (value, losses, outcome.increments, grads), (own, outcome.variables)
@@ -236,7 +225,7 @@ class _InPasses:
         value, losses = summed.first
         if not self._has_aux:
             return value, summed.grads
-        rows = iter(x.reshape(-1, *x.shape[2:])[: step.num_rows] for x in own)
+        rows = map(self._rows.joined, own)
         totals = iter(losses)
         aux = [next(totals if is_loss else rows) for is_loss in self._is_loss]
         return (value, self._aux.unflatten(aux)), summed.grads
@@ -308,7 +297,7 @@ class _InPasses:
         holds_rows = [False] * len(jax.tree.leaves(variables)) + is_rows
         holds_rows += [True] * len(jax.tree.leaves(first[1]))
         holds_rows += [False] * (len(traced.jaxpr.invars) - len(holds_rows))
-        found, _ = dependences(traced.jaxpr, holds_rows, self._rows.part_rows)
+        found, _ = dependences(traced.jaxpr, holds_rows)
         _, outcome = jax.tree.structure(shapes).unflatten(found)
         if not all(isinstance(x, Free) for x in jax.tree.leaves(outcome.variables)):
             raise ValueError(

@@ -16,7 +16,7 @@ from tnt_jax.distributed.sums.reduction import Reduction
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.loops.context import StepContext, SummedMetric, tracing
 from tnt_jax.train.steps.epoch_sums import num_local_rows
-from tnt_jax.train.steps.micro_batches import num_passes
+from tnt_jax.train.steps.micro_batches import in_passes
 from tnt_jax.train.steps.row_dependence import Exchanged, Mixed, dependences
 from tnt_jax.train.steps.step import BY_ROW, REPLICATED, STACKED
 
@@ -162,7 +162,7 @@ class Program:
             )
         metrics = [metric for metric, _ in records]
         is_shared = mesh.size > 1 or in_passes
-        operation = comparison_of_rows(mapped, operands, traced, several) if is_shared else None
+        operation = comparison_of_rows(mapped, operands, traced) if is_shared else None
         return metrics, shapes[2], operation
 
     def _one(self, state: Any, carried: Any, batch: Batch, words: Any) -> Any:
@@ -218,7 +218,7 @@ class Program:
         function = self.function if self.trains else with_varying_loops(self.function)
         with tracing(context), padding_left_out(batch.mask):
             result = function(*arguments)
-        if num_passes(context.num_rows, self.rows_at_once) > 1 and not context.has_passes:
+        if in_passes(context.num_rows, self.rows_at_once).num_parts > 1 and not context.has_passes:
             raise ValueError(
                 f"{self.name} computes no gradient with tnt_jax.value_and_grad or tnt_jax.grad, "
                 "which alone compute rows in several passes. Call one of them, or leave "
@@ -231,21 +231,14 @@ class Program:
         return context, new_state, check_metrics(self.name, metrics)
 
 
-def comparison_of_rows(
-    mapped: Callable, operands: tuple[Any, ...], traced: Any, num_ranks: int
-) -> str | None:
+def comparison_of_rows(mapped: Callable, operands: tuple[Any, ...], traced: Any) -> str | None:
     """Returns the operation by which values of a row depend on other rows, if one is found."""
-    state, number, batch, words = operands
-    holds_rows = (
-        *(False for _ in jax.tree.leaves((state, number))),
-        *(True for _ in jax.tree.leaves(batch)),
-        *(False for _ in jax.tree.leaves(words)),
-    )
-    num_rows = num_local_rows(batch) // num_ranks
-    _, marks = dependences(traced.jaxpr, holds_rows, num_rows)
+    # The operands are the state, the number of the step, the batch, and the words of the key.
+    holds_rows = [at == 2 for at, part in enumerate(operands) for _ in jax.tree.leaves(part)]
+    _, marks = dependences(traced.jaxpr, holds_rows)
     if Exchanged() in marks:
         # Synchronised statistics would hide what else combines rows.
         with flax_batch_norm_off():
             traced = jax.make_jaxpr(lambda *operands: mapped(*operands))(*operands)
-        _, marks = dependences(traced.jaxpr, holds_rows, num_rows)
+        _, marks = dependences(traced.jaxpr, holds_rows)
     return next((str(x) for x in marks if isinstance(x, Mixed)), None)

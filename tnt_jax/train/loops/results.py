@@ -87,16 +87,14 @@ def scale_regularization_loss(penalty: ArrayLike) -> jax.Array:
 
 
 def _total(part: jax.Array, step: StepContext) -> Any:
-    """Returns the sum of the ranks' parts of a loss, and notes the part.
-
-    Where the sum is differentiated, its parts may travel with the gradients.
-    """
+    """Returns the sum of the ranks' parts of a loss."""
     if step.of_all is not None:
         return LossOfPass(_jax.make_varying(part))
     if step.tells_varying and not _jax.is_varying(part):
         # Of parameters that are the same everywhere: outside of a loss function.
         return part * jax.lax.axis_size(_jax.DATA_AXIS)
     total = psum(_jax.make_varying(part))
+    # Where the sum is differentiated, its parts may travel with the gradients.
     step.parts[id(total)] = (total, part)
     return total
 

@@ -89,37 +89,33 @@ class DataParallelSteps(Steps):
 
     def place(self, state: TrainState) -> TrainState:
         """Returns descriptions of a state's arrays with their shardings; it has no residual."""
-        is_cut = self.reduction.shard_optimizer_state
-        rows = 1 if is_cut else self.mesh.size
-        accumulated = descriptions(state.accumulated, rows=rows)
-        state = replace(state, accumulated=accumulated)
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        by_row = NamedSharding(self.mesh, PartitionSpec(_jax.rank_axes(self.mesh)))
-        places = replace(
-            jax.tree.map(lambda _: whole, state),
-            accumulated=jax.tree.map(lambda _: by_row, accumulated),
-        )
-        places = state_shardings(state, self.mesh) if is_cut else places
+        rows = 1 if self.reduction.shard_optimizer_state else self.mesh.size
+        state = replace(state, accumulated=descriptions(state.accumulated, rows=rows))
         return jax.tree.map(
-            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, places
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            state,
+            self._shardings(state),
         )
 
     def put_state(self, state: TrainState) -> TrainState:
         """Puts a state of host or device arrays on the devices."""
-        opt_state, accumulated = state.opt_state, state.accumulated
+        names = ["accumulated", "residual"]
         if self.reduction.shard_optimizer_state:
-            cut = state_shardings(state, self.mesh)
-            opt_state = _jax.put(opt_state, cut.opt_state)
-            accumulated = _jax.put(accumulated, cut.accumulated)
+            names.append("opt_state")
+        shardings = self._shardings(state)
+        parts = {name: _jax.put(getattr(state, name), getattr(shardings, name)) for name in names}
+        return replace(_jax.replicate(replace(state, **dict.fromkeys(parts)), self.mesh), **parts)
+
+    def _shardings(self, state: TrainState) -> TrainState:
+        # Of what a rank keeps of its own gradients, it holds its row.
+        by_row = NamedSharding(self.mesh, PartitionSpec(_jax.rank_axes(self.mesh)))
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        if self.reduction.shard_optimizer_state:
+            places = state_shardings(state, self.mesh)
         else:
-            opt_state = _jax.replicate(opt_state, self.mesh)
-            # Each rank holds its own row.
-            accumulated = _jax.shard_rows(accumulated, self.mesh)
-        residual = _jax.shard_rows(state.residual, self.mesh)
-        shared = _jax.replicate(
-            replace(state, opt_state=None, accumulated=None, residual=None), self.mesh
-        )
-        return replace(shared, opt_state=opt_state, accumulated=accumulated, residual=residual)
+            places = jax.tree.map(lambda _: whole, state)
+            places = replace(places, accumulated=jax.tree.map(lambda _: by_row, state.accumulated))
+        return replace(places, residual=jax.tree.map(lambda _: by_row, state.residual))
 
 
 class StepsOfSlice(DataParallelSteps):

@@ -44,7 +44,6 @@ class WholeBatches:
     placement: Placement
 
     def _compute_whole_batches(self, runtime: Runtime) -> None:
-        """Begins to compute whole batches."""
         self.rank_slice = rank_slice_of(runtime)
         self.train = partial(_make_train_step, self.placement)
         self.fused = _fused(self.placement)
@@ -123,7 +122,6 @@ class _OneRank(Placement):
     grad_specs = Placement.param_specs
 
     def sum(self, grads: Any, params: Any, *, order: Sequence[int]) -> Any:
-        """Returns the gradients."""
         return grads
 
 

@@ -43,10 +43,7 @@ def keep_inputs(traced: Any, step: jax.Array) -> Any:
 
 
 def _shared_inputs(jaxpr: Any) -> set[Any]:
-    """Returns computed inputs that convolutions use both forward and transposed.
-
-    They are first operands of convolutions with batch and features in one order and in the reverse.
-    """
+    """Returns computed inputs that convolutions take with batch and features in both orders."""
     made = {variable for equation in jaxpr.eqns for variable in equation.outvars}
     orders: dict[Any, set[tuple[int, int]]] = {}
     for equation in filter(_is_convolution, jaxpr.eqns):

@@ -31,7 +31,7 @@ class MicroRows:
     """
 
     def __init__(self, num_rows: int, num_parts: int, part_rows: int | None = None) -> None:
-        self.num_parts = num_parts
+        self.num_rows, self.num_parts = num_rows, num_parts
         self.part_rows = part_rows or -(-num_rows // num_parts)
         self.num_missing = num_parts * self.part_rows - num_rows
 
@@ -40,6 +40,10 @@ class MicroRows:
         if self.num_missing:
             x = jnp.concatenate([x, jnp.repeat(x[-1:], self.num_missing, axis=0)])
         return x.reshape(self.num_parts, self.part_rows, *x.shape[1:])
+
+    def joined(self, x: jax.Array) -> jax.Array:
+        """Returns what was computed of the rows of each micro-batch as `[rows, ...]`."""
+        return x.reshape(-1, *x.shape[2:])[: self.num_rows]
 
     def cut_batch(self, batch: Batch) -> Batch:
         """Returns a batch as micro-batches; rows that fill the last ones are masked."""
@@ -83,13 +87,8 @@ def rows_of_pass(num_rows: int, most: int) -> int:
     return rounded if count > 1 and rounded <= most else rows
 
 
-def num_passes(num_rows: int, rows_at_once: int | None) -> int:
-    """Returns in how many passes a rank computes its rows; see `Parts.rows_at_once`."""
-    return in_passes(num_rows, rows_at_once).num_parts
-
-
 def in_passes(num_rows: int, rows_at_once: int | None) -> MicroRows:
-    """Returns how a rank's rows are cut into passes."""
+    """Returns how a rank's rows are cut into passes; see `Parts.rows_at_once`."""
     if rows_at_once is None:
         return MicroRows(num_rows, 1)
     part_rows = rows_of_pass(num_rows, rows_at_once)
@@ -136,8 +135,7 @@ def evaluated_in_passes(apply: Apply, at_once: RowsAtOnce) -> Apply:
         train: bool,
         mask: jax.Array | None,
     ) -> Applied:
-        num_rows = jax.tree.leaves(inputs)[0].shape[0]
-        rows = in_passes(num_rows, at_once.evaluation)
+        rows = in_passes(jax.tree.leaves(inputs)[0].shape[0], at_once.evaluation)
         if train or rows.num_parts == 1:
             return apply(params, model_state, inputs, key=key, train=train, mask=mask)
         micro = rows.cut_batch(Batch(inputs, mask=mask))
@@ -150,7 +148,7 @@ def evaluated_in_passes(apply: Apply, at_once: RowsAtOnce) -> Apply:
         whole = apply(params, model_state, inputs, key=key, train=False, mask=mask)
         applied = jax.lax.map(compute, (micro, rows.keys(key)))
         return Applied(
-            jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_rows], applied.outputs),
+            jax.tree.map(rows.joined, applied.outputs),
             whole.model_state,
             whole.penalty,
             jax.tree.map(lambda x: jnp.sum(x, axis=0), applied.increments),

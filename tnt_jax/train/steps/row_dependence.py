@@ -9,6 +9,7 @@ whatever the values are. What cannot be told stays unknown; a run with other row
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -59,32 +60,21 @@ class Exchanged:
 Dependence = Free | Rows | Unknown | Mixed | Exchanged
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """The batch of a program, and how arrays depend on rows that were `marked`.
-
-    Arrays with as many rows that keys of `row_key` draw are drawn by row.
-    """
-
-    num_rows: int
-    marked: list[Dependence] = field(default_factory=list)
-
-
 def marked(values: jax.Array) -> jax.Array:
     """Returns values of rows with a mark that `dependences` finds in a program."""
     return checkpoint_name(values, _MARK)
 
 
 def dependences(
-    jaxpr: Any, holds_rows: Sequence[bool], num_rows: int
+    jaxpr: Any, holds_rows: Sequence[bool]
 ) -> tuple[list[Dependence], list[Dependence]]:
     """Returns how results of a program, and what it marks, depend on operands that hold rows."""
-    batch = _Batch(num_rows)
+    marks: list[Dependence] = []
     given = [
         Rows(0) if is_batch else _free(v.aval)
         for v, is_batch in zip(jaxpr.invars, holds_rows, strict=True)
     ]
-    return _of_program(jaxpr, given, batch), batch.marked
+    return _of_program(jaxpr, given, marks), marks
 
 
 def is_by_row(found: Dependence) -> bool:
@@ -93,7 +83,9 @@ def is_by_row(found: Dependence) -> bool:
     return is_alike or found in (Rows(0), Exchanged())
 
 
-def _of_program(jaxpr: Any, operands: Sequence[Dependence], batch: _Batch) -> list[Dependence]:
+def _of_program(
+    jaxpr: Any, operands: Sequence[Dependence], marks: list[Dependence]
+) -> list[Dependence]:
     known: dict[Any, Dependence] = {v: _free(v.aval) for v in jaxpr.constvars}
     known |= dict(zip(jaxpr.invars, operands, strict=True))
 
@@ -101,7 +93,7 @@ def _of_program(jaxpr: Any, operands: Sequence[Dependence], batch: _Batch) -> li
         return _free(variable.aval) if isinstance(variable, _jax.Literal) else known[variable]
 
     for equation in jaxpr.eqns:
-        found = _of_equation(equation, [of(v) for v in equation.invars], batch)
+        found = _of_equation(equation, [of(v) for v in equation.invars], marks)
         known.update(zip(equation.outvars, found, strict=True))
     return [of(v) for v in jaxpr.outvars]
 
@@ -111,14 +103,16 @@ def _free(aval: Any) -> Free:
     return Free(frozenset(dim for dim, size in enumerate(shape) if size != 1))
 
 
-def _of_equation(equation: Any, found: list[Dependence], batch: _Batch) -> list[Dependence]:
+def _of_equation(
+    equation: Any, found: list[Dependence], marks: list[Dependence]
+) -> list[Dependence]:
     name = equation.primitive.name
     inner = _CONTROL.get(name)
     if inner is not None:
-        return inner(equation, found, batch)
+        return inner(equation, found, marks)
     called = _jax.called_program(equation) or equation.params.get("jaxpr")
     if called is not None and name in (*_jax.CALLS, "shard_map", "remat2"):
-        return _of_program(getattr(called, "jaxpr", called), found, batch)
+        return _of_program(getattr(called, "jaxpr", called), found, marks)
     if name in ("random_bits", "random_split") and isinstance(found[0], Free):
         drawn = name, equation.params["shape"]
         rows = row_dim_of(equation.invars[0].aval.dtype, drawn)
@@ -162,10 +156,6 @@ def joined(*found: Dependence) -> Dependence:
     return Unknown() if only.dim in varying else only
 
 
-def _elementwise(equation: Any, found: list[Dependence]) -> Dependence:
-    return joined(*found)
-
-
 def _cast(equation: Any, found: list[Dependence]) -> Dependence:
     (x,), (result,) = equation.invars, equation.outvars
     return found[0] if x.aval.shape == result.aval.shape else _spread(equation, found)
@@ -175,18 +165,20 @@ def _moved(position: Callable[[Any, int], int | None], *, mixes: bool = True) ->
     """Returns the rule of an operation that works along some dimensions of its operands."""
 
     def rule(equation: Any, found: list[Dependence]) -> Dependence:
-        moved: list[Dependence] = []
-        for x in found:
-            if isinstance(x, Rows):
-                dim = position(equation, x.dim)
-                lost = Mixed(equation.primitive.name) if mixes else Unknown()
-                moved.append(lost if dim is None else Rows(dim, x.inner))
-            elif isinstance(x, Free):
-                dims = (position(equation, dim) for dim in x.varying)
-                moved.append(Free(frozenset(dim for dim in dims if dim is not None)))
-        return joined(*moved)
+        lost = Mixed(equation.primitive.name) if mixes else Unknown()
+        return joined(*(_placed(x, partial(position, equation), lost) for x in found))
 
     return rule
+
+
+def _placed(x: Dependence, place: Callable[[int], int | None], lost: Dependence) -> Dependence:
+    """Returns `x` with its dimensions at other places; `lost` if there is none for the rows."""
+    if isinstance(x, Rows):
+        dim = place(x.dim)
+        return lost if dim is None else Rows(dim, x.inner)
+    if isinstance(x, Free):
+        return Free(frozenset(dim for dim in map(place, x.varying) if dim is not None))
+    return x
 
 
 def _without(name: str) -> Callable[[Any, int], int | None]:
@@ -209,10 +201,6 @@ def _unless(name: str) -> Callable[[Any, int], int | None]:
     return position
 
 
-def _last(equation: Any, dim: int) -> int | None:
-    return None if dim == equation.invars[0].aval.ndim - 1 else dim
-
-
 def _whole(equation: Any, dim: int) -> int | None:
     """Returns the position of a dimension of which everything is kept, as by a slice."""
     sizes = [v.aval.shape[dim] for v in (equation.invars[0], *equation.outvars)]
@@ -226,11 +214,7 @@ def _of_window(equation: Any, dim: int) -> int | None:
 
 
 def _broadcast(equation: Any, found: list[Dependence]) -> Dependence:
-    places = equation.params["broadcast_dimensions"]
-    x = found[0]
-    if isinstance(x, Rows):
-        return Rows(places[x.dim], x.inner)
-    return Free(frozenset(places[dim] for dim in x.varying)) if isinstance(x, Free) else x
+    return _placed(found[0], equation.params["broadcast_dimensions"].__getitem__, Unknown())
 
 
 def _reshaped(equation: Any, found: list[Dependence]) -> Dependence:
@@ -260,10 +244,6 @@ def _reshaped(equation: Any, found: list[Dependence]) -> Dependence:
     )
 
 
-def _transposed(equation: Any, dim: int) -> int | None:
-    return equation.params["permutation"].index(dim)
-
-
 def _dot(equation: Any, found: list[Dependence]) -> Dependence:
     contracted, batched = equation.params["dimension_numbers"]
     ranks = [v.aval.ndim for v in equation.invars]
@@ -273,15 +253,10 @@ def _dot(equation: Any, found: list[Dependence]) -> Dependence:
     ]
     firsts = (len(batched[0]), len(batched[0]) + len(kept[0]))
     moved: list[Dependence] = []
-    for x, over, batch, own, first in zip(found, contracted, batched, kept, firsts, strict=True):
+    for x, batch, own, first in zip(found, batched, kept, firsts, strict=True):
         places = {dim: place for place, dim in enumerate(batch)}
         places |= {dim: first + place for place, dim in enumerate(own)}
-        if isinstance(x, Rows) and x.dim in over:
-            return Mixed("dot_general")
-        if isinstance(x, Rows):
-            moved.append(Rows(places[x.dim], x.inner))
-        elif isinstance(x, Free):
-            moved.append(Free(frozenset(places[dim] for dim in x.varying if dim in places)))
+        moved.append(_placed(x, places.get, Mixed("dot_general")))
     return joined(*moved)
 
 
@@ -342,62 +317,45 @@ def _concatenated(equation: Any, found: list[Dependence]) -> Dependence:
     return Unknown() if isinstance(result, Rows) and result.dim == dim else result
 
 
-def _stacked(equation: Any, found: list[Dependence]) -> Dependence:
-    return _around(joined(*found), equation.params["axis"])
-
-
-def _counted(equation: Any, found: list[Dependence]) -> Dependence:
-    return Free(frozenset([equation.params["dimension"]]))
-
-
-def _cond(equation: Any, found: list[Dependence], batch: _Batch) -> list[Dependence]:
+def _cond(equation: Any, found: list[Dependence], marks: list[Dependence]) -> list[Dependence]:
     index, *operands = found
-    results = [_of_program(branch.jaxpr, operands, batch) for branch in equation.params["branches"]]
+    results = [_of_program(branch.jaxpr, operands, marks) for branch in equation.params["branches"]]
     both = [joined(*found) for found in zip(*results, strict=True)]
     return both if isinstance(index, Free) else [joined(index, x) for x in both]
 
 
-def _while(equation: Any, found: list[Dependence], batch: _Batch) -> list[Dependence]:
+def _while(equation: Any, found: list[Dependence], marks: list[Dependence]) -> list[Dependence]:
     params = equation.params
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     body = params["body_jaxpr"].jaxpr
     carry = _fixed_point(
-        lambda carry: _of_program(body, [*found[first:second], *carry], batch), found[second:]
+        lambda carry: _of_program(body, [*found[first:second], *carry], marks), found[second:]
     )
-    (goes_on,) = _of_program(params["cond_jaxpr"].jaxpr, [*found[:first], *carry], batch)
+    (goes_on,) = _of_program(params["cond_jaxpr"].jaxpr, [*found[:first], *carry], marks)
     return carry if isinstance(goes_on, Free) else [joined(x, Unknown()) for x in carry]
 
 
-def _scan(equation: Any, found: list[Dependence], batch: _Batch) -> list[Dependence]:
+def _scan(equation: Any, found: list[Dependence], marks: list[Dependence]) -> list[Dependence]:
     first, num_carry = _jax.loop_sizes(equation)
     second = first + num_carry
     body = equation.params["jaxpr"]
     body = getattr(body, "jaxpr", body)
-    slices = [_within(x) for x in found[second:]]
+    # Of an array that a loop runs over, slices lack the first dimension.
+    slices = [_placed(x, lambda dim: dim - 1 if dim else None, Unknown()) for x in found[second:]]
     outputs: list[Dependence] = []
 
     def run(carry: list[Dependence]) -> list[Dependence]:
-        results = _of_program(body, [*found[:first], *carry, *slices], batch)
+        results = _of_program(body, [*found[:first], *carry, *slices], marks)
         outputs[:] = [_around(x, 0) for x in results[num_carry:]]
         return results[:num_carry]
 
     return _fixed_point(run, found[first:second]) + outputs
 
 
-def _within(x: Dependence) -> Dependence:
-    """Returns how a slice depends on rows that a loop takes of an array's first dimension."""
-    if isinstance(x, Rows):
-        return Rows(x.dim - 1, x.inner) if x.dim else Unknown()
-    return Free(frozenset(dim - 1 for dim in x.varying if dim)) if isinstance(x, Free) else x
-
-
 def _around(x: Dependence, axis: int) -> Dependence:
     """Returns how slices that are stacked along a new dimension depend on rows."""
-    if isinstance(x, Rows):
-        return Rows(x.dim + (x.dim >= axis), x.inner)
-    if isinstance(x, Free):
-        return Free(frozenset([axis, *(dim + (dim >= axis) for dim in x.varying)]))
-    return x
+    x = _placed(x, lambda dim: dim + (dim >= axis), Unknown())
+    return Free(x.varying | {axis}) if isinstance(x, Free) else x
 
 
 def _fixed_point(run: Callable, carry: list[Dependence]) -> list[Dependence]:
@@ -408,9 +366,9 @@ def _fixed_point(run: Callable, carry: list[Dependence]) -> list[Dependence]:
         carry = after
 
 
-def _named(equation: Any, found: list[Dependence], batch: _Batch) -> list[Dependence]:
+def _named(equation: Any, found: list[Dependence], marks: list[Dependence]) -> list[Dependence]:
     if equation.params["name"] == _MARK:
-        batch.marked.extend(found)
+        marks.extend(found)
     return found
 
 
@@ -419,7 +377,7 @@ _CONTROL = {
     "while": _while,
     "scan": _scan,
     "name": _named,
-    "optimization_barrier": lambda equation, found, batch: found,
+    "optimization_barrier": lambda equation, found, marks: found,
 }
 ELEMENTWISE = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
@@ -431,7 +389,7 @@ ELEMENTWISE = """
     xor
 """.split()
 _RULES: dict[str, Callable[[Any, list[Dependence]], Dependence]] = {
-    **dict.fromkeys(ELEMENTWISE, _elementwise),
+    **dict.fromkeys(ELEMENTWISE, lambda equation, found: joined(*found)),
     **{
         f"reduce_{name}": _moved(_without("axes"))
         for name in ("sum", "max", "min", "prod", "and", "or", "xor")
@@ -442,11 +400,11 @@ _RULES: dict[str, Callable[[Any, list[Dependence]], Dependence]] = {
     },
     **{f"reduce_window{name}": _moved(_of_window) for name in ("", "_sum", "_max", "_min")},
     "sort": _moved(_unless("dimension")),
-    "top_k": _moved(_last),
+    "top_k": _moved(lambda e, dim: None if dim == e.invars[0].aval.ndim - 1 else dim),
     "rev": _moved(_unless("dimensions")),
     **dict.fromkeys(("slice", "dynamic_slice", "split"), _moved(_whole, mixes=False)),
     "squeeze": _moved(_without("dimensions"), mixes=False),
-    "transpose": _moved(_transposed),
+    "transpose": _moved(lambda equation, dim: equation.params["permutation"].index(dim)),
     "dynamic_update_slice": _updated,
     "broadcast_in_dim": _broadcast,
     "reshape": _reshaped,
@@ -455,11 +413,12 @@ _RULES: dict[str, Callable[[Any, list[Dependence]], Dependence]] = {
     "gather": _gathered,
     "pad": _padded,
     "concatenate": _concatenated,
-    "stack": _stacked,
+    "stack": lambda equation, found: _around(joined(*found), equation.params["axis"]),
     "bitcast_convert_type": _cast,
-    "iota": _counted,
+    "iota": lambda equation, found: Free(frozenset([equation.params["dimension"]])),
     # The dimensions of an array of keys are the first ones of what they draw.
     **dict.fromkeys(
-        ("random_bits", "random_split", "random_fold_in", "random_unwrap"), _elementwise
+        ("random_bits", "random_split", "random_fold_in", "random_unwrap"),
+        lambda equation, found: joined(*found),
     ),
 }

@@ -44,19 +44,20 @@ def shard_dim(shape: Sequence[int], num_ranks: int) -> int | None:
     return max(fitting, key=lambda dim: shape[dim], default=None)
 
 
-def shard_spec(shape: Sequence[int], num_ranks: int) -> PartitionSpec:
-    """Returns how an array of the optimizer state is sharded over the ranks."""
-    dim = shard_dim(shape, num_ranks)
-    return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, _jax.DATA_AXIS)
+def shard_spec(
+    shape: Sequence[int], num_ranks: int, axes: Any = _jax.DATA_AXIS, *, before: int = 0
+) -> PartitionSpec:
+    """Returns how an array is sharded over the ranks; its first dimensions `before` are not."""
+    dim = shard_dim(shape[before:], num_ranks)
+    return PartitionSpec() if dim is None else PartitionSpec(*[None] * (before + dim), axes)
 
 
 def shardings(tree: Any, mesh: Mesh, *, before: int = 0) -> Any:
-    """Returns how each array is sharded over all axes; its first dimensions `before` are not."""
+    """Returns how each array is sharded over all axes; see `shard_spec`."""
 
     def sharding(x: Any) -> NamedSharding:
-        dim = shard_dim(jnp.shape(x)[before:], mesh.size)
-        spec = () if dim is None else (*[None] * (before + dim), mesh.axis_names)
-        return NamedSharding(mesh, PartitionSpec(*spec))
+        spec = shard_spec(jnp.shape(x), mesh.size, mesh.axis_names, before=before)
+        return NamedSharding(mesh, spec)
 
     return jax.tree.map(sharding, tree)
 
@@ -116,9 +117,8 @@ class ShardedOptimizer(Placement):
 
         def parts_of_bucket(arrays: list[jax.Array]) -> list[jax.Array]:
             dims = [shard_dim(x.shape, num_ranks) for x in arrays]
-            results: dict[int, jax.Array] = {}
             whole = [index for index, dim in enumerate(dims) if dim is None]
-            results.update(zip(whole, psum([arrays[index] for index in whole]), strict=True))
+            results = dict(zip(whole, psum([arrays[index] for index in whole]), strict=True))
             sharded = [(index, dim) for index, dim in enumerate(dims) if dim is not None]
             if sharded:
                 moved = [jnp.moveaxis(arrays[index], dim, 0) for index, dim in sharded]
@@ -197,21 +197,16 @@ def make_sharded_train_step(
             model_state = average.result(psum(average.summands))
             grads = placement.sum(local.grads, shapes, order=local.order)
             new_sums = add_sums(sums, loss, losses, increments, rows)
-            is_finite = None
-            if on_nan is not None:
-                found = jnp.equal(unfit, 0)
-                is_finite = is_finite_step(state, model_state, loss, None, found=found)
+            is_finite = on_nan and is_finite_step(
+                state, model_state, loss, None, found=jnp.equal(unfit, 0)
+            )
             return grads, model_state, new_sums, (is_finite, loss)
 
         mapped = _jax.shard_map(
             work,
             mesh=mesh,
             in_specs=(
-                TrainState(
-                    *(REPLICATED, placement.param_specs(shapes), *(REPLICATED,) * 3),
-                    accumulated=REPLICATED,
-                    residual=REPLICATED,
-                ),
+                TrainState(REPLICATED, placement.param_specs(shapes), *[REPLICATED] * 5),
                 REPLICATED,
                 by_row,
             ),

@@ -156,14 +156,11 @@ def differentiate(
                 measured.model_state,
             )
 
-        def rewrite(program: Any) -> Any:
-            is_cpu = mesh.devices.flat[0].platform == "cpu"
-            return keep_inputs(program, step=state.step) if is_cpu else program
-
+        is_cpu = mesh.devices.flat[0].platform == "cpu"
         return trace_grads(
             jax.value_and_grad(objective, has_aux=True),
             _jax.make_varying(state.params),
-            rewrite=rewrite,
+            rewrite=partial(keep_inputs, step=state.step) if is_cpu else None,
         )
 
     if rows.num_parts == 1:

@@ -67,27 +67,18 @@ def time_steps(
     """
     phases.here().epoch = 1
     if num_steps is None:
-        num_steps = _choose(trainer, batches, unpack, threaded=threaded)
+        with device_feed(trainer, batches, unpack, threaded=threaded) as feed:
+            loop = _Loop(trainer, iter(feed))
+            loop.run(_WARM_STEPS)
+            _, seconds = loop.run(_WARM_STEPS)
+        chosen = choose_num_steps(seconds / _WARM_STEPS, available=None)
+        num_steps = int(collectives.broadcast(chosen))
     with device_feed(trainer, batches, unpack, threaded=threaded, num_steps=num_steps) as feed:
         loop = _Loop(trainer, iter(feed))
         loop.run(-(-_WARM_STEPS // num_steps))
         rows, seconds = _time(loop, -(-steps // num_steps))
         shares = _trace(loop, -(-min(steps, _MOST_TRACED) // num_steps))
     return Times(-(-steps // num_steps) * num_steps, rows, seconds, shares)
-
-
-def _choose(
-    trainer: Trainer,
-    batches: Iterator[HostBatch],
-    unpack: Callable[[HostBatch], Batch],
-    *,
-    threaded: bool,
-) -> int:
-    with device_feed(trainer, batches, unpack, threaded=threaded) as feed:
-        loop = _Loop(trainer, iter(feed))
-        loop.run(_WARM_STEPS)
-        _, seconds = loop.run(_WARM_STEPS)
-    return int(collectives.broadcast(choose_num_steps(seconds / _WARM_STEPS, available=None)))
 
 
 class _Loop:
@@ -196,10 +187,8 @@ def shares_of(events: Iterable[Event]) -> tuple[float, float, float, float]:
 
 def _covered(events: Iterable[Event]) -> float:
     """Returns the nanoseconds in which any of the events goes on."""
-    joined: list[tuple[float, float]] = []
+    covered, reached = 0.0, float("-inf")
     for start, end in sorted((event.start, event.end) for event in events):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
-        else:
-            joined.append((start, end))
-    return sum(end - start for start, end in joined)
+        covered += max(end - max(start, reached), 0)
+        reached = max(end, reached)
+    return covered

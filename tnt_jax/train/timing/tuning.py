@@ -79,7 +79,9 @@ def list_candidates(
         candidates.append(
             Candidate("Model(shard_optimizer_state=True)", choose(shard_optimizer_state=True))
         )
-    if (per_host := ranks_of_equal_hosts(_hosts_of_ranks(trainer))) > 1:
+    names = collectives.all_gather(np.uint32(zlib.crc32(socket.gethostname().encode())))
+    hosts = [int(names[device.process_index]) for device in trainer.runtime.mesh.devices.flat]
+    if (per_host := ranks_of_equal_hosts(hosts)) > 1:
         candidates.append(
             Candidate(f"Model(ranks_per_host={per_host})", choose(ranks_per_host=per_host))
         )
@@ -234,8 +236,3 @@ def _reduction_of(trainer: Trainer) -> Reduction:
             "a model that compares rows."
         )
     return trainer.steps.reduction
-
-
-def _hosts_of_ranks(trainer: Trainer) -> list[int]:
-    numbers = collectives.all_gather(np.uint32(zlib.crc32(socket.gethostname().encode())))
-    return [int(numbers[device.process_index]) for device in trainer.runtime.mesh.devices.flat]
