@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from tnt_jax.sharded.pipeline.schedules import Ends, bubble_share, gpipe, one_forward_one_backward
+from tnt_jax.sharded.pipeline.pipeline import Pipeline
+from tnt_jax.sharded.pipeline.schedules import Ends, gpipe, one_forward_one_backward
 
 NUM_LAYERS, WIDTH, ROWS = 8, 5, 3
 PIPELINES = [(1, 3), (2, 1), (4, 2), (4, 7)]
@@ -159,7 +160,7 @@ def test_1f1b_keeps_as_many_inputs_as_stages():
     [(1, 4, 0), (2, 1, 1 / 2), (4, 4, 3 / 7), (4, 12, 3 / 15)],
 )
 def test_bubble_share(num_stages, num_micro_batches, expected):
-    assert bubble_share(num_stages, num_micro_batches) == expected
+    assert Pipeline("layers", num_micro_batches).bubble_share(num_stages) == expected
 
 
 def test_arrays_with_different_numbers_of_micro_batches_are_refused():

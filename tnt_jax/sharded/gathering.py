@@ -75,22 +75,14 @@ def gather_where_used(
     leaves, structure = jax.tree.flatten(parts)
     if _jax.FSDP_AXIS not in _jax.mapped_axes():
         return function(parts)
-    # As gathered arrays: their types say so, although all ranks hold the same.
-    leaves = [
-        part if cut is None else _jax.make_varying(part)
-        for part, cut in zip(leaves, cuts, strict=True)
-    ]
-    whole = [
-        part if cut is None else _like_whole(part, cut)
-        for part, cut in zip(leaves, cuts, strict=True)
-    ]
-    traced = trace(lambda *leaves: function(structure.unflatten(leaves)), *whole)
+    whole, inside = list(leaves), dict[int, tuple[Any, Cut]]()
+    for index, (part, cut) in enumerate(zip(tuple(leaves), cuts, strict=True)):
+        if cut is not None:
+            # As gathered arrays: their types say so, although all ranks hold the same.
+            leaves[index] = part = _jax.make_varying(part)
+            whole[index], inside[index] = _like_whole(part, cut), (jax.typeof(part), cut)
+    traced = trace(function, structure.unflatten(whole))
     _jax.check_axes(traced.program.jaxpr, advice=_ADVICE)
-    inside = {
-        index: (jax.typeof(part), cut)
-        for index, (part, cut) in enumerate(zip(leaves, cuts, strict=True))
-        if cut is not None
-    }
     jaxpr = _rewritten(traced.program.jaxpr, inside)
     run = _jax.jaxpr_as_fun(_jax.ClosedJaxpr(jaxpr, traced.program.consts))
     # A policy around blocks that have one would override theirs.

@@ -50,7 +50,6 @@ class StepMemory(NamedTuple):
         return cls(params, opt_state, others, program.computed_bytes, list(map(str, largest)))
 
     def __str__(self) -> str:
-        peak = self.params + self.opt_state + self.others + self.activations
         shares = {
             "parameters": self.params,
             "optimizer state": self.opt_state,
@@ -59,7 +58,7 @@ class StepMemory(NamedTuple):
         }
         return "\n".join(
             [
-                f"Memory of a step: {in_units(peak)} a device, by the compiler",
+                f"Memory of a step: {in_units(sum(shares.values()))} a device, by the compiler",
                 *(f"  {in_units(nbytes)} for {name}" for name, nbytes in shares.items()),
                 f"  Most take: {'; '.join(self.largest)}",
             ]

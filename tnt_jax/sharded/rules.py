@@ -12,6 +12,7 @@ from typing import Any
 
 from tnt_jax import _jax
 from tnt_jax.sharded.mesh_axes import AXES
+from tnt_jax.train.state_arrays import listed
 
 # One mesh axis, or none.
 Axis = str | None
@@ -19,8 +20,6 @@ Rule = tuple[str, Axis | tuple[Axis, ...]]
 
 # A smaller array is not worth an all-gather of its own.
 _SMALL = 1024
-# How many arrays a message names before it says how many there are besides.
-_NAMED = 6
 
 
 def checked_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
@@ -146,6 +145,4 @@ def with_axis(
 def _offered(shapes: Mapping[str, Any], names: Mapping[str, tuple[Axis, ...]]) -> str:
     known = sorted({name for of_array in names.values() for name in of_array if name})
     of_names = f" Logical names are {', '.join(known)}." if known else ""
-    paths = list(shapes)
-    more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
-    return f"Parameters are {', '.join(paths[:_NAMED])}{more}.{of_names}"
+    return f"Parameters are {listed(list(shapes), most=6)}.{of_names}"

@@ -18,7 +18,7 @@ from tnt_jax.distributed.sums.reduction import plan_buckets
 from tnt_jax.sharded.blocks.block_list import Staged
 from tnt_jax.sharded.gathering import Cut
 from tnt_jax.sharded.layout import Layout, cut_of
-from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS, axes_of
+from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS, own_part
 from tnt_jax.sharded.rules import Axis
 
 # Smaller arrays share an all-to-all.
@@ -60,7 +60,7 @@ def _stacked(axes: Sequence[Axis]) -> tuple[Axis, ...]:
 def _exchanged(stacks: Sequence[jax.Array], axes: Sequence[Sequence[Axis]]) -> list[jax.Array]:
     """Returns the stacked arrays of this stage's blocks."""
     found = [
-        None if STAGE_AXIS in of_array else _own(x)
+        None if STAGE_AXIS in of_array else own_part(x)
         for x, of_array in zip(stacks, axes, strict=True)
     ]
     cut = [index for index, x in enumerate(found) if x is None]
@@ -78,13 +78,6 @@ def _exchanged(stacks: Sequence[jax.Array], axes: Sequence[Sequence[Axis]]) -> l
         for index, x in zip(indices, results, strict=True):
             found[index] = x
     return [x for x in found if x is not None]
-
-
-def _own(stack: jax.Array) -> jax.Array:
-    """Returns this stage's part of a stack that all stages hold."""
-    length = stack.shape[0] // jax.lax.axis_size(STAGE_AXIS)
-    first = jax.lax.axis_index(STAGE_AXIS) * length
-    return jax.lax.dynamic_slice_in_dim(_jax.vary(stack, axes_of(stack)), first, length)
 
 
 def _all_to_all(stacks: Sequence[jax.Array], dims: Sequence[int]) -> list[jax.Array]:

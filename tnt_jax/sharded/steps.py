@@ -24,7 +24,7 @@ from tnt_jax.sharded.rules import Axis, Rule
 from tnt_jax.sharded.staging import at_stages
 from tnt_jax.train.contracts import Apply, Batch, Measured, Parts, Steps
 from tnt_jax.train.finite import OnNaN
-from tnt_jax.train.state import TrainState, create_state, updated
+from tnt_jax.train.state import TrainState, copied, create_state, updated
 from tnt_jax.train.state_arrays import state_arrays
 from tnt_jax.train.steps.data_parallel import fused_loops
 from tnt_jax.train.steps.global_step import WholeBatches, global_mesh
@@ -229,24 +229,18 @@ class ShardedSteps(Steps):
     def evaluate(self, parts: Parts) -> Callable:
         """Returns the function `(params, model_state, sums, batch) -> sums`."""
 
-        def step(params: Any, model_state: Any, sums: Any, batch: Any) -> Any:
-            layout = self.layout_of(params)
-            rank_step = evaluation(GatheredParts(parts, layout), self.mesh)
-            mapped = self._mapped(rank_step, layout, REPLICATED, self._by_row, out=REPLICATED)
-            return mapped(params, model_state, sums, batch)
+        def rank_step(layout: Layout) -> Callable:
+            return evaluation(GatheredParts(parts, layout), self.mesh)
 
-        return compiled(step, self.mesh)
+        return self._mapped(rank_step, REPLICATED, self._by_row, out=REPLICATED)
 
     def predict(self, apply: Apply) -> Callable:
         """Returns the function `(params, model_state, inputs, first_row) -> outputs`."""
 
-        def step(params: Any, model_state: Any, inputs: Any, first_row: Any) -> Any:
-            layout = self.layout_of(params)
-            rank_step = prediction(gathered_apply(apply, layout))
-            mapped = self._mapped(rank_step, layout, self._by_row, REPLICATED, out=self._by_row)
-            return mapped(params, model_state, inputs, first_row)
+        def rank_step(layout: Layout) -> Callable:
+            return prediction(gathered_apply(apply, layout))
 
-        return compiled(step, self.mesh)
+        return self._mapped(rank_step, self._by_row, REPLICATED, out=self._by_row)
 
     def make_variables(self, make: Callable[[], Variables]) -> Variables | None:
         """Returns fresh variables, of which each device makes its parts alone."""
@@ -268,7 +262,7 @@ class ShardedSteps(Steps):
     ) -> TrainState:
         """Returns the state before the first update, whose arrays are made sharded."""
         layout = self.layout_of(variables.params)
-        params = _jax.put(_copied(variables.params), layout.shardings)
+        params = _jax.put(copied(variables.params), layout.shardings)
         state = create_state({}, variables.model_state, optax.identity(), seed=seed)
         shapes = jax.eval_shape(optimizer.init, params)
         opt_state = jax.jit(optimizer.init, out_shardings=layout.like_params(shapes))(params)
@@ -282,7 +276,7 @@ class ShardedSteps(Steps):
 
     def put_state(self, state: TrainState) -> TrainState:
         """Puts a copy of a state of host or device arrays on the devices, sharded."""
-        return _jax.put(_copied(state), self._shardings(state))
+        return _jax.put(copied(state), self._shardings(state))
 
     def place(self, state: TrainState) -> TrainState:
         """Returns descriptions of a state's arrays, with their shardings on the devices."""
@@ -302,10 +296,18 @@ class ShardedSteps(Steps):
             accumulated=layout.like_params(state.accumulated, before=1),
         )
 
-    def _mapped(self, step: Callable, layout: Layout, *others: Any, out: Any) -> Callable:
-        """Maps a rank's step of parameters, model state and others over the ranks."""
-        specs = (layout.manual_specs, REPLICATED, *others)
-        return _jax.shard_map(step, mesh=self.mesh, in_specs=specs, out_specs=out)
+    def _mapped(self, rank_step: Callable[[Layout], Callable], *others: Any, out: Any) -> Callable:
+        """Returns the jitted step over the ranks of parameters, model state and others."""
+
+        def step(params: Any, *args: Any) -> Any:
+            layout = self.layout_of(params)
+            specs = (layout.manual_specs, REPLICATED, *others)
+            mapped = _jax.shard_map(
+                rank_step(layout), mesh=self.mesh, in_specs=specs, out_specs=out
+            )
+            return mapped(params, *args)
+
+        return compiled(step, self.mesh)
 
 
 class ShardedGlobalSteps(WholeBatches, ShardedSteps):
@@ -316,8 +318,3 @@ class ShardedGlobalSteps(WholeBatches, ShardedSteps):
         super().__init__(whole, reduction, **options)
         self._named = runtime.mesh
         self._compute_whole_batches(runtime)
-
-
-def _copied(tree: Any) -> Any:
-    """Returns copies: buffers of the training state are donated, and the caller keeps its own."""
-    return jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, tree)

@@ -5,7 +5,7 @@ arrays of all blocks are stacked as those of `nn.scan` are.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NoReturn
@@ -40,7 +40,9 @@ class BlockList:
         """Returns the blocks of a list, also by Keras's names; None if no modules have the path."""
         saved, leaves = (list(x) for x in zip(*state_arrays(params).items(), strict=True))
         stem = path.strip("/")
-        for paths in (saved, _library_paths(params)):
+        keys = jax.tree_util.tree_leaves_with_path(params)
+        by_library = [jax.tree_util.keystr(key, simple=True, separator="/") for key, _ in keys]
+        for paths in (saved, by_library):
             blocks = _blocks_at(paths, stem)
             if blocks:
                 if paths is not saved:
@@ -101,12 +103,6 @@ class Staged:
         )
 
 
-def _library_paths(params: Any) -> list[str]:
-    """Returns the path of each leaf by the keys of the pytree, such as Keras's own names."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-
-
 def _blocks_at(paths: Sequence[str], stem: str) -> dict[str, dict[str, int]]:
     """Returns the index of each array of each block, by the block's path and its own."""
     for separator in _SEPARATORS:
@@ -139,34 +135,22 @@ def _renamed(block: dict[str, int], saved: Sequence[str]) -> dict[str, int]:
 
 
 def _check_equal(blocks: dict[str, dict[str, int]], leaves: Sequence[Any], stem: str) -> None:
-    (first, expected), *others = blocks.items()
+    kinds = {
+        name: {array: _jax.kind_of(leaves[index]) for array, index in block.items()}
+        for name, block in blocks.items()
+    }
+    (first, expected), *others = kinds.items()
     for name, block in others:
-        found = _difference(first, expected, name, block, leaves)
+        lacking = [(first, x, name) for x in expected if x not in block]
+        lacking += [(name, x, first) for x in block if x not in expected]
+        found = [f"{owner} has {x}, which {other} has not" for owner, x, other in lacking]
+        found += [
+            f"{name}/{x} is {block[x]}, and {first}/{x} is {kind}"
+            for x, kind in expected.items()
+            if block.get(x, kind) != kind
+        ]
         if found:
             raise ValueError(
-                f"A pipeline over {stem!r} needs equal blocks, but {found}. Give the path of a "
+                f"A pipeline over {stem!r} needs equal blocks, but {found[0]}. Give the path of a "
                 "list of equal blocks, or leave the axis 'stage' out of mesh."
             )
-
-
-def _difference(
-    first: str,
-    expected: Mapping[str, int],
-    name: str,
-    block: Mapping[str, int],
-    leaves: Sequence[Any],
-) -> str | None:
-    """Returns in words how the arrays of a block differ from those of the first one."""
-    for owner, other, arrays, others in (
-        (first, name, expected, block),
-        (name, first, block, expected),
-    ):
-        for array in arrays:
-            if array not in others:
-                return f"{owner} has {array}, which {other} has not"
-    for array, index in expected.items():
-        a, b = leaves[index], leaves[block[array]]
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
-            kinds = [_jax.kind_of(x) for x in (b, a)]
-            return f"{name}/{array} is {kinds[0]}, and {first}/{array} is {kinds[1]}"
-    return None

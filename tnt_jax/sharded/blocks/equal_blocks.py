@@ -90,36 +90,6 @@ def _same_program(a: Any, b: Any) -> bool:
     return len(a.outvars) == len(b.outvars) and all(map(same_atom, a.outvars, b.outvars))
 
 
-def difference(
-    equations: Sequence[Any],
-    uses: Sequence[Sequence[int]],
-    names: Sequence[str],
-    depths: Mapping[Any, int],
-    params: Mapping[Any, Any],
-) -> str:
-    """Returns in words what differs; `depths` are the last blocks that variables depend on."""
-    # The equations from the first use of a block's arrays on to the last, and those after it.
-    inside, after = ([[] for _ in names] for _ in range(2))
-    for at, equation in enumerate(equations):
-        block = _last_block(equation, depths)
-        if block < 0 or at < uses[block][0]:
-            continue
-        end = uses[block + 1][0] if block < len(names) - 1 else len(equations)
-        last_use = max(x for x in uses[block] if x < end)
-        (inside if at <= last_use else after)[block].append(equation)
-    return (
-        _difference(inside, names, "computes")
-        or _other_length(inside, names)
-        or _result_used_later(equations, names, depths, params)
-        or _difference(after, names, "is followed by")
-        or f"what stands before {names[0]} is not what stands before the others, or of other types"
-    )
-
-
-def _last_block(equation: Any, depths: Mapping[Any, int]) -> int:
-    return max((depths.get(v, -1) for v in equation.outvars), default=-1)
-
-
 def _difference(blocks: Sequence[list[Any]], names: Sequence[str], verb: str) -> str | None:
     """Returns the first equation of a block that differs from that of the first block."""
     for name, block in zip(names[1:], blocks[1:], strict=True):
@@ -133,23 +103,6 @@ def _other_length(blocks: Sequence[list[Any]], names: Sequence[str]) -> str | No
     for name, block in zip(names, blocks, strict=True):
         if len(block) != len(blocks[0]):
             return f"{name} has {len(block)} operations where {names[0]} has {len(blocks[0])}"
-    return None
-
-
-def _result_used_later(
-    equations: Sequence[Any],
-    names: Sequence[str],
-    depths: Mapping[Any, int],
-    params: Mapping[Any, Any],
-) -> str | None:
-    """Returns which block's result is used by more than the next block."""
-    for equation in equations:
-        block = _last_block(equation, depths)
-        for v in variables_in(equation.invars):
-            depth = depths.get(v, -1)
-            if v not in params and 0 <= depth < block - 1:
-                found = f"{names[depth]} ({_jax.kind_of(v.aval)})"
-                return f"a result of {found} is used by {names[block]}, too"
     return None
 
 
@@ -259,9 +212,42 @@ class EqualBlocks:
                 chain.append(following)
             else:
                 return chain
-        raise self._error(
-            difference(self._equations, self._uses, self._names, self._depth, self._place)
+        raise self._error(self._why_unequal())
+
+    def _why_unequal(self) -> str:
+        """Returns in words how blocks differ."""
+        names, uses = self._names, self._uses
+        # The equations from the first use of a block's arrays on to the last, and those after it.
+        inside, after = ([[] for _ in names] for _ in range(2))
+        for at, equation in enumerate(self._equations):
+            block = self._last_block(equation)
+            if block < 0 or at < uses[block][0]:
+                continue
+            end = uses[block + 1][0] if block < len(names) - 1 else len(self._equations)
+            last_use = max(x for x in uses[block] if x < end)
+            (inside if at <= last_use else after)[block].append(equation)
+        return (
+            _difference(inside, names, "computes")
+            or _other_length(inside, names)
+            or self._result_used_later()
+            or _difference(after, names, "is followed by")
+            or f"what stands before {names[0]} is not what stands before the others, or of other "
+            "types"
         )
+
+    def _result_used_later(self) -> str | None:
+        """Returns which block's result is used by more than the next block."""
+        for equation in self._equations:
+            block = self._last_block(equation)
+            for v in variables_in(equation.invars):
+                depth = self._depth_of(v)
+                if v not in self._place and 0 <= depth < block - 1:
+                    found = f"{self._names[depth]} ({_jax.kind_of(v.aval)})"
+                    return f"a result of {found} is used by {self._names[block]}, too"
+        return None
+
+    def _last_block(self, equation: Any) -> int:
+        return max(map(self._depth_of, equation.outvars), default=-1)
 
     def _candidates(self, outputs: Sequence[Any]) -> list[Atoms]:
         """Returns what may be carried from the first block to the second, the least first."""
@@ -403,7 +389,11 @@ class EqualBlocks:
                 if step is not None and all(reach(operand) for operand in step.operands):
                     known[key] = step
                 else:
-                    known[key] = self.is_shared(atoms) or self._can_be_item(atoms)
+                    # Stages have different items, so their type must say so already.
+                    known[key] = self.is_shared(atoms) or all(
+                        not _is_literal(x) and _jax.varying_axes_of(x.aval) >= self._axes
+                        for x in atoms
+                    )
             return known[key] is not False
 
         steps, items = dict(found.steps), dict[tuple[int, ...], Atoms]()
@@ -426,10 +416,6 @@ class EqualBlocks:
                     pending.append(how)
         self._ids = {id(e) for step in steps.values() for e in step.equations}
         return [steps[at] for at in sorted(steps)], list(items.values())
-
-    def _can_be_item(self, atoms: Atoms) -> bool:
-        # Stages have different items, so their type must say so already.
-        return all(not _is_literal(x) and _jax.varying_axes_of(x.aval) >= self._axes for x in atoms)
 
     def is_shared(self, atoms: Atoms) -> bool:
         """Returns whether one value stands at a place of all blocks."""

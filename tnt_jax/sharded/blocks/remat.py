@@ -57,8 +57,7 @@ def rematerialized(
     """
     if remat == "none":
         return function(params)
-    leaves, structure = jax.tree.flatten(params)
-    traced = trace(lambda *leaves: function(structure.unflatten(leaves)), *leaves)
+    traced = trace(function, params)
     paths = list(state_arrays(params))
     jaxpr = traced.program.jaxpr
     loops = _loops(jaxpr, paths)
@@ -67,7 +66,7 @@ def rematerialized(
     of_loops = {at: _common_path([paths[i] for i in loops[at]]) for at in loops}
     policy_of = _policies(remat, [*of_loops.values(), *blocks])
 
-    values = _jax.Values.of(traced.program, leaves)
+    values = _jax.Values.of(traced.program, jax.tree.leaves(params))
     places = {id(jaxpr.eqns[at]): policy_of[path] for at, path in of_loops.items()}
     segments = _segments(jaxpr, paths, blocks)
     for number, (block, equations) in enumerate(segments):
@@ -213,10 +212,9 @@ def _run_plain(equation: Any, values: _jax.Values, policy: Any) -> None:
         values.run([equation])
         return
     consts, start, items = loop_operands(equation, values.read(equation.invars))
-    # Within a loop nothing can be merged with what was computed before.
-    body = jax.checkpoint(loop_body(equation), policy=policy, prevent_cse=False)
+    body = partial(loop_body(equation, policy), consts)
     options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
-    carried, outputs = jax.lax.scan(partial(body, consts), start, items, **options)
+    carried, outputs = jax.lax.scan(body, start, items, **options)
     values.write(equation.outvars, [*carried, *outputs])
 
 

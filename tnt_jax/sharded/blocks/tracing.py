@@ -24,11 +24,9 @@ def hoisted(equations: list[Any]) -> list[Any]:
             continue
         jaxpr = equation.params["jaxpr"]
         own = [e for e in jaxpr.eqns if _marks_number(e)]
-        variables = []
-        for inner in own:
-            # A new variable: two equations may share a program.
-            variables.append(_jax.new_variable(inner.outvars[0].aval))
-            found.append(inner.replace(outvars=variables[-1:]))
+        # New variables: two equations may share a program.
+        variables = [_jax.new_variable(e.outvars[0].aval) for e in own]
+        found += [e.replace(outvars=[v]) for e, v in zip(own, variables, strict=True)]
         inside = jaxpr.replace(
             invars=[*jaxpr.invars, *(e.outvars[0] for e in own)],
             eqns=[e for e in jaxpr.eqns if not _marks_number(e)],
@@ -78,8 +76,11 @@ def variables_in(variables: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(v for v in variables if not isinstance(v, _jax.Literal)))
 
 
-def loop_body(equation: Any) -> Callable:
-    """Returns the body of a `jax.lax.scan` equation as `(constants, carried, items)`, all lists."""
+def loop_body(equation: Any, policy: Any) -> Callable:
+    """Returns the body of a `jax.lax.scan` equation as `(constants, carried, items)`, all lists.
+
+    With a policy of `jax.checkpoint` it is rematerialized.
+    """
     run = _jax.jaxpr_as_fun(equation.params["jaxpr"])
     _, num_carried = _jax.loop_sizes(equation)
 
@@ -87,7 +88,8 @@ def loop_body(equation: Any) -> Callable:
         results = run(*consts, *carried, *items)
         return results[:num_carried], results[num_carried:]
 
-    return body
+    # Within a loop nothing can be merged with what was computed before.
+    return body if policy is None else jax.checkpoint(body, policy=policy, prevent_cse=False)
 
 
 class LoopOperands(NamedTuple):

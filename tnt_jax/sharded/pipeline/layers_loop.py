@@ -25,7 +25,7 @@ from tnt_jax.sharded.blocks.tracing import (
     trace,
     variables_in,
 )
-from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS, axes_of
+from tnt_jax.sharded.pipeline.schedules import axes_of, own_part
 from tnt_jax.train.state_arrays import state_arrays
 
 
@@ -39,13 +39,7 @@ def with_loop(function: Callable[[Any, Any], Any]) -> Callable[[Staged, Any], An
 
     def looped(staged: Staged, micro_batch: Any) -> Any:
         leaves = staged.leaves(_items_of)
-        micro_leaves, micro_structure = jax.tree.flatten(micro_batch)
-
-        def of_leaves(*args: Any) -> Any:
-            params = staged.structure.unflatten(args[: len(leaves)])
-            return function(params, micro_structure.unflatten(args[len(leaves) :]))
-
-        traced = trace(of_leaves, *leaves, *micro_leaves)
+        traced = trace(function, staged.structure.unflatten(leaves), micro_batch)
         jaxpr = traced.program.jaxpr
         equations = hoisted(_jax.without_dead_code(jaxpr).eqns)
         indices = staged.blocks.indices
@@ -62,7 +56,7 @@ def with_loop(function: Callable[[Any, Any], Any]) -> Callable[[Staged, Any], An
         in_blocks = {index for of_array in indices for index in of_array}
         known = [index for index in range(len(leaves)) if index not in in_blocks]
         values.write([jaxpr.invars[i] for i in known], [leaves[i] for i in known])
-        values.write(jaxpr.invars[len(leaves) :], micro_leaves)
+        values.write(jaxpr.invars[len(leaves) :], jax.tree.leaves(micro_batch))
         _run(blocks, equations, values, list(staged.arrays.values())[len(known) :])
         return traced.rebuild(values.read(jaxpr.outvars))
 
@@ -133,22 +127,13 @@ class LayersLoop:
     """
 
     def __init__(self, function: Callable, examples: tuple[Any, Any], path: str) -> None:
-        params = examples[0]
-        if isinstance(params, Staged):
+        if isinstance(examples[0], Staged):
             function = with_loop(function)
-        leaves, structure = jax.tree.flatten(params)
-        micro_leaves, micro_structure = jax.tree.flatten(examples[1])
         self._path = path.strip("/")
-        self._paths = list(state_arrays(params))
-        num_params = len(leaves)
-
-        def of_leaves(*args: Any) -> Any:
-            return function(
-                structure.unflatten(args[:num_params]), micro_structure.unflatten(args[num_params:])
-            )
-
-        self._traced = trace(of_leaves, *leaves, *micro_leaves)
+        self._paths = list(state_arrays(examples[0]))
+        self._traced = trace(function, *examples)
         jaxpr = self._traced.program.jaxpr
+        num_params = len(jax.tree.leaves(examples[0]))
         self._params, self._micro = jaxpr.invars[:num_params], jaxpr.invars[num_params:]
         self.rebuild = self._traced.rebuild  # From other arrays to such a result.
         self.result = self.rebuild(jaxpr.outvars)
@@ -186,19 +171,13 @@ class LayersLoop:
         known = set(self._extras)
         needed = [v for v in self._given if v not in known]
         values.run(_leading_to(needed, self._others))
-        length = layers[0].shape[0]
-        first = jax.lax.axis_index(STAGE_AXIS) * length
-        others = values.read(self._other_items)
-        own = iter(jax.lax.dynamic_slice_in_dim(v, first, length) for v in others)
+        own = map(own_part, values.read(self._other_items))
         of_layers = dict(zip(self._layers, layers, strict=True))
         items = [
             of_layers[i].astype(v.aval.dtype) if i in of_layers else next(own)
             for i, v in enumerate(self._operands.items)
         ]
-        body = partial(loop_body(self._loop), values.read(self._operands.consts))
-        if policy is not None:
-            # Within a loop nothing can be merged with what was computed before.
-            body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+        body = partial(loop_body(self._loop, policy), values.read(self._operands.consts))
         unroll = self._loop.params["unroll"]
         carried, _ = jax.lax.scan(
             body, _jax.vary(x.carried, axes), _jax.vary(items, axes), unroll=unroll

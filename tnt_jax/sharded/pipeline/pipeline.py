@@ -18,7 +18,7 @@ from tnt_jax import _jax
 from tnt_jax.adapters.base import Applied
 from tnt_jax.sharded.blocks.tracing import variables_in
 from tnt_jax.sharded.pipeline.layers_loop import LayersLoop, Moving, example_of
-from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS, axes_of, bubble_share, gpipe, take
+from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS, axes_of, gpipe, take
 from tnt_jax.train.contracts import Apply
 from tnt_jax.train.state_arrays import state_arrays
 from tnt_jax.train.steps.micro_batches import MicroRows
@@ -68,8 +68,12 @@ class Pipeline:
             raise ValueError(f"schedule must be 'gpipe' or '1f1b', but is {self.schedule!r}.")
 
     def bubble_share(self, num_stages: int) -> float:
-        """Returns the share of a step in which a stage waits: (S - 1) / (M + S - 1)."""
-        return bubble_share(num_stages, self.microbatches)
+        """Returns the share of a step in which a stage waits: (S - 1) / (M + S - 1).
+
+        It is the same for GPipe and 1F1B (Huang et al. 2019, section 2.3; Narayanan et al. 2021,
+        section 2.2, which states it as a share of the working time, (S - 1) / M).
+        """
+        return (num_stages - 1) / (self.microbatches + num_stages - 1)
 
     def description(self, num_stages: int) -> str:
         """Returns the schedule on so many stages, with what it makes them wait, in words."""
@@ -99,8 +103,7 @@ def pipelined(apply: Apply, pipeline: Pipeline, *, policy: Any = None) -> Apply:
         is_whole = STAGE_AXIS not in _jax.mapped_axes()
         if is_whole or (train and pipeline.schedule == "1f1b"):
             return apply(params, model_state, inputs, key=key, train=train, mask=mask)
-        num_rows = jax.tree.leaves(inputs)[0].shape[0]
-        rows = MicroRows(num_rows, pipeline.microbatches)
+        rows = MicroRows(jax.tree.leaves(inputs)[0].shape[0], pipeline.microbatches)
 
         def part(params: Any, micro_batch: Any) -> Applied:
             inputs, mask, words = micro_batch
@@ -110,12 +113,9 @@ def pipelined(apply: Apply, pipeline: Pipeline, *, policy: Any = None) -> Apply:
         micro_batches = (*jax.tree.map(rows.cut, (inputs, mask)), rows.keys(key))
         applied = _in_turn(part, params, micro_batches, pipeline, policy, rows.part_rows)
 
-        def joined(x: jax.Array) -> jax.Array:
-            return x.reshape(-1, *x.shape[2:])[:num_rows]
-
         penalty = applied.penalty
         return Applied(
-            jax.tree.map(joined, applied.outputs),
+            jax.tree.map(rows.joined, applied.outputs),
             model_state,
             jnp.mean(penalty) if isinstance(penalty, jax.Array) else penalty,
             applied.increments,

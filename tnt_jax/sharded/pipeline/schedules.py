@@ -27,18 +27,6 @@ STAGE_AXIS = _jax.STAGE_AXIS
 Stage = Callable[[Any, Any, jax.Array], Any]
 
 
-def bubble_share(num_stages: int, num_micro_batches: int) -> float:
-    """Returns the share of a step in which a stage waits: (S - 1) / (M + S - 1).
-
-    It is the same for GPipe and 1F1B (Huang et al. 2019, section 2.3; Narayanan et al. 2021,
-    section 2.2, which states it as a share of the working time, (S - 1) / M).
-
-    >>> bubble_share(4, 16)
-    0.15789473684210525
-    """
-    return (num_stages - 1) / (num_micro_batches + num_stages - 1)
-
-
 def gpipe(stage: Stage, layers: Any, micro_batches: Any) -> Any:
     """Returns the outputs of all stages in turn for each micro-batch, equal on every stage.
 
@@ -193,6 +181,13 @@ def axes_of(tree: Any) -> list[str]:
     for x in jax.tree.leaves(tree):
         found |= _jax.varying_axes(x)
     return sorted(found)
+
+
+def own_part(stack: jax.Array) -> jax.Array:
+    """Returns this stage's part of a stack that all stages hold."""
+    length = stack.shape[0] // jax.lax.axis_size(STAGE_AXIS)
+    first = jax.lax.axis_index(STAGE_AXIS) * length
+    return jax.lax.dynamic_slice_in_dim(_jax.vary(stack, axes_of(stack)), first, length)
 
 
 def _send(tree: Any, *, by: int) -> Any:
