@@ -21,7 +21,7 @@ from tnt_jax.keras_compat.saving.descriptions import (
     model_around,
     model_from,
 )
-from tnt_jax.keras_compat.saving.weight_files import problem_of_path
+from tnt_jax.keras_compat.saving.weight_files import check_path
 from tnt_jax.log import logger
 from tnt_jax.train.checkpoints.checkpoint import Checkpoints
 
@@ -38,14 +38,7 @@ def save_model(
     Raises:
         ValueError: If `model` is neither, or has no variables and does not know its inputs.
     """
-    if isinstance(model, Model):
-        wrapped = model
-    elif is_keras(model):
-        wrapped = Model(model)
-    else:
-        raise ValueError(
-            f"save_model needs a tnt_jax.Model or a Keras model, but got {type(model).__name__}."
-        )
+    wrapped = _wrapped(model, "save_model")
     if not wrapped.built:
         wrapped.build(None)
     wrapped.save(filepath, overwrite, tnt_save_all_devices=tnt_save_all_devices)
@@ -88,7 +81,7 @@ def load_model(
     """
     rebuild = Rebuilder(custom_objects=custom_objects, trust=trust)
     path = Path(filepath)
-    collectives.raise_on_all_processes(problem_of_path(path))
+    collectives.call_on_all_processes(lambda: check_path(path))
     if keras_files.holds_keras_model(path):
         return _load_keras_file(path, compile, rebuild)
     if path.is_dir():
@@ -104,14 +97,8 @@ def clone_model(model: Any) -> Model:
 
     An NNX module cannot be initialized again: its clone keeps the weights.
     """
-    if isinstance(model, Model):
-        module, options = model.module, model.options
-    elif is_keras(model):
-        module, options = model, {}
-    else:
-        raise ValueError(
-            f"clone_model needs a tnt_jax.Model or a Keras model, but got {type(model).__name__}."
-        )
+    wrapped = _wrapped(model, "clone_model")
+    module, options = wrapped.module, wrapped.options
     if is_keras(module):
         import keras
 
@@ -151,6 +138,16 @@ def model_from_json(
     """
     rebuild = Rebuilder(custom_objects=custom_objects, trust=trust, caller="model_from_json")
     return model_from(keras_files.read_json(text), rebuild, Model)
+
+
+def _wrapped(model: Any, function: str) -> Model:
+    if isinstance(model, Model):
+        return model
+    if is_keras(model):
+        return Model(model)
+    raise ValueError(
+        f"{function} needs a tnt_jax.Model or a Keras model, but got {type(model).__name__}."
+    )
 
 
 def _compile(model: Model, path: Path, notes: Mapping[str, Any], rebuild: Rebuilder) -> None:
@@ -194,7 +191,7 @@ def _load_described(
 
 def _build(model: Model, arrays: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
     if is_keras(model.module):
-        inputs = _inputs_of(model.module, notes)
+        inputs = _inputs_of(model, notes)
         if inputs is None:
             raise ValueError(
                 f"The Keras model {model.module.name!r} does not know its inputs: call it on a "
@@ -209,10 +206,10 @@ def _build(model: Model, arrays: Mapping[str, Any], notes: Mapping[str, Any]) ->
         model.build(None)
 
 
-def _inputs_of(keras_model: Any, notes: Mapping[str, Any]) -> Any:
+def _inputs_of(model: Model, notes: Mapping[str, Any]) -> Any:
     """Returns shapes and dtypes of a Keras model's inputs, by itself or its file, or None."""
-    inputs = keras_files.inputs_of(keras_model)
-    if inputs is None:
+    inputs = model._core.adapter.sample_inputs()
+    if not jax.tree.leaves(inputs):
         inputs = keras_files.described_inputs(notes.get("config", {}))
     # A model that was saved before it was called names none.
     return inputs if jax.tree.leaves(inputs) else None
@@ -227,17 +224,13 @@ def _load_keras_file(path: Path, compile: bool, rebuild: Rebuilder) -> Model:
         path, custom_objects=custom_objects, compile=compile and not notes, safe_mode=not trust
     )
     model = model_around(keras_model, notes.get("options", {"dict": []}), rebuild, Model)
-    inputs = _inputs_of(keras_model, notes)
+    inputs = _inputs_of(model, notes)
     if inputs is not None:
         model.build(inputs)
     if not compile:
         return model
     _compile(model, path, notes, rebuild)
-    if not notes and (
-        given := keras_files.compile_arguments(
-            keras_model, custom_objects=custom_objects, trust=trust
-        )
-    ):
+    if not notes and (given := keras_files.compile_arguments(keras_model, rebuild)):
         model.compile(**given)
     model.training_state.restore(keras_files.read_extra(path))
     return model

@@ -25,8 +25,8 @@ from tnt_jax.keras_compat.saving.weight_files import (
     H5_ENDING,
     SAFETENSORS_ENDING,
     add_checksum,
+    check_path,
     is_file_name,
-    problem_of_path,
     read_h5,
     read_safetensors,
     write_h5,
@@ -59,10 +59,14 @@ class Saver:
         is_file = is_file_name(path, of_keras=is_keras(self._core.module))
         state = self._state.state
         scope: Scope = "per_process" if all_devices else current_scope()
-        error = None
-        if path.exists() and not overwrite:
-            error = FileExistsError(f"{path} exists already: pass overwrite=True or another path.")
-        _raise_in_scope(error, scope)
+
+        def check() -> None:
+            if path.exists() and not overwrite:
+                raise FileExistsError(
+                    f"{path} exists already: pass overwrite=True or another path."
+                )
+
+        _call_in_scope(check, scope)
         if is_file or scope != "all_processes":
             state = self._core.trainer.gathered_state(alone=scope == "main_process")
         if not is_file:
@@ -72,12 +76,8 @@ class Saver:
             checkpoints.save(state, notes=notes, must_be_finite=False)
             checkpoints.close()
             return
-        if scope != "all_processes" or runtime.is_master_rank():
-            try:
-                self._write_file(path, state, notes)
-            except Exception as raised:  # Raised below, on every process.
-                error = raised
-        _raise_in_scope(error, scope)
+        writes = scope != "all_processes" or runtime.is_master_rank()
+        _call_in_scope(lambda: self._write_file(path, state, notes) if writes else None, scope)
 
     def load_weights(self, filepath: PathLike, *, skip_mismatch: bool) -> None:
         """See `Model.load_weights`."""
@@ -85,7 +85,7 @@ class Saver:
         path = Path(filepath)
         self._state.require_built()
         self._state.start_optimizer()
-        _raise_in_scope(problem_of_path(path))
+        _call_in_scope(lambda: check_path(path), current_scope())
         if is_keras(self._core.module) and path.is_file() and path.suffix != SAFETENSORS_ENDING:
             if skip_mismatch:
                 self._core.write_back()
@@ -134,7 +134,10 @@ class Saver:
 
     def _read(self, path: Path) -> dict[str, np.ndarray]:
         if path.is_dir():
-            prefix = BACKUP_PREFIX if _holds_backups(path) else STEP_PREFIX
+            # Those of a `BackupAndRestore` count in a directory that has no others.
+            has_others = OwnFolders(STEP_PREFIX).complete(path)
+            is_backup = not has_others and newest_backup(path) is not None
+            prefix = BACKUP_PREFIX if is_backup else STEP_PREFIX
             alone = current_scope() != "all_processes"
             like = self._state.require_built() if self._state.built else None
             return Checkpoints(path, alone=alone, prefix=prefix).read(like=like).arrays
@@ -179,15 +182,9 @@ def _describe_compile(given: Mapping[str, Any]) -> Any:
     return describe(dict(given), where="compile")
 
 
-def _raise_in_scope(error: Exception | None, scope: Scope | None = None) -> None:
-    """Raises an error, on all processes if all of them take part; waits for them."""
-    if (scope or current_scope()) == "all_processes":
-        collectives.raise_on_all_processes(error)
-    elif error is not None:
-        raise error
-
-
-def _holds_backups(directory: Path) -> bool:
-    """Returns whether the checkpoints in a directory are those of a `BackupAndRestore` alone."""
-    checkpoints = OwnFolders(STEP_PREFIX).complete(directory)
-    return not checkpoints and newest_backup(directory) is not None
+def _call_in_scope(function: Callable[[], None], scope: Scope) -> None:
+    """Calls a function; its error is raised on all processes, if all of them take part."""
+    if scope == "all_processes":
+        collectives.call_on_all_processes(function)
+    else:
+        function()

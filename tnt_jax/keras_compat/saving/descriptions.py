@@ -28,7 +28,7 @@ import numpy as np
 from tnt_jax.keras_compat import configuration
 from tnt_jax.keras_compat.configuration import Recorded
 from tnt_jax.keras_compat.saving import keras_descriptions
-from tnt_jax.keras_compat.saving.known_names import dtype_names, find, name_of
+from tnt_jax.keras_compat.saving.known_names import DTYPE_NAMES, find, name_of
 
 _M = TypeVar("_M")
 
@@ -317,7 +317,7 @@ def _float(text: Any) -> float:
 
 
 def _dtype(name: Any) -> Any:
-    if not isinstance(name, str) or name not in dtype_names():
+    if not isinstance(name, str) or name not in DTYPE_NAMES:
         raise ValueError(
             "A description names dtypes such as float32 and bfloat16, but this one has "
             f"{_shown(name)}."

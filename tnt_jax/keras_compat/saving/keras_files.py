@@ -168,28 +168,12 @@ def read_json(text: str | bytes) -> Any:
         raise ValueError("This JSON is nested too deeply.") from error
 
 
-def compile_arguments(
-    model: Any, *, custom_objects: Mapping[str, Any], trust: bool
-) -> dict[str, Any] | None:
+def compile_arguments(model: Any, rebuild: Rebuilder) -> dict[str, Any] | None:
     """Returns what a Keras model was compiled with, as Keras objects; None if it was not."""
     config = model.get_compile_config() if model.compiled else None
     if not config:
         return None
-    given = keras_descriptions.rebuild(config, custom_objects=custom_objects, trust=trust)
+    given = rebuild({"keras": config})
     return {"optimizer": model.optimizer} | {
         name: given.get(name) for name in keras_descriptions.COMPILE_NAMES
     }
-
-
-def inputs_of(model: Any) -> Any:
-    """Returns shapes and dtypes of the inputs of a Keras model, for one row; None if unknown."""
-    if not model.built or getattr(model, "inputs", None) is None:
-        return None
-    structs = [
-        jax.ShapeDtypeStruct((1, *(size or 1 for size in x.shape[1:])), x.dtype)
-        for x in model.inputs
-    ]
-    structure = getattr(model, "input", None)
-    if isinstance(structure, dict):
-        return dict(zip(structure, structs, strict=True))
-    return structs[0] if len(structs) == 1 else structs

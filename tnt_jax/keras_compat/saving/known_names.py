@@ -43,6 +43,8 @@ _DTYPES = """
     float64 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz complex64
     complex128
 """.split()
+DTYPE_NAMES = frozenset(name.removesuffix("_") for name in _DTYPES)
+"""The names of the dtypes that a description may name."""
 _OPTAX_LOSSES = """
     convex_kl_divergence cosine_distance cosine_similarity ctc_loss hinge_loss huber_loss
     kl_divergence kl_divergence_with_log_targets l2_loss log_cosh poly_loss_cross_entropy
@@ -129,11 +131,6 @@ def find(name: str) -> Any:
         return None
     found = getattr(module, short)
     return found if inspect.isclass(found) and issubclass(found, base) else None
-
-
-def dtype_names() -> frozenset[str]:
-    """Returns the names of the dtypes that a description may name."""
-    return frozenset(name.removesuffix("_") for name in _DTYPES)
 
 
 def name_of(value: Any) -> str | None:

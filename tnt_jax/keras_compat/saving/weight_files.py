@@ -200,23 +200,14 @@ def add_checksum(path: Path) -> None:
             file.write(_END % _checksum(path, path.stat().st_size))
 
 
-def problem_of_path(path: Path) -> Exception | None:
-    """Returns what keeps this process from loading a path: it is missing, or a damaged file."""
-    try:
-        if not path.exists():
-            if path.suffix != ".json":  # Keras's sharded weights are loaded, but not saved.
-                is_file_name(path, of_keras=True)
-            raise FileNotFoundError(
-                f"Process {get_process_index()} does not find {path.absolute()}."
-            )
-        if path.is_file():
-            _check_file(path)
-    except (OSError, ValueError) as error:
-        return error
-    return None
-
-
-def _check_file(path: Path) -> None:
+def check_path(path: Path) -> None:
+    """Raises an error if this process cannot load a path: it is missing, or a damaged file."""
+    if not path.exists():
+        if path.suffix != ".json":  # Keras's sharded weights are loaded, but not saved.
+            is_file_name(path, of_keras=True)
+        raise FileNotFoundError(f"Process {get_process_index()} does not find {path.absolute()}.")
+    if not path.is_file():
+        return
     num_bytes = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(max(_H5_ENDS.values()) + 8)
@@ -228,17 +219,14 @@ def _check_file(path: Path) -> None:
     if found := _END_PATTERN.fullmatch(end):
         is_damaged = int(found[1], 16) != _checksum(path, num_bytes - len(end))
     elif start.startswith(_H5_START):
-        is_damaged = num_bytes != _h5_end(start)
+        position = _H5_ENDS.get(start[8:9])  # None if the head is damaged.
+        is_damaged = position is None or num_bytes != int.from_bytes(
+            start[position : position + 8], "little"
+        )
     if is_damaged:
         raise ValueError(
             f"{path} is damaged: its bytes have changed since it was written. Load another copy."
         )
-
-
-def _h5_end(start: bytes) -> int | None:
-    """Returns the size of an HDF5 file as its head states it, or None if the head is damaged."""
-    position = _H5_ENDS.get(start[8:9])
-    return position and int.from_bytes(start[position : position + 8], "little")
 
 
 def _check_archive(path: Path) -> None:
