@@ -48,14 +48,9 @@ def choose_optimizer(identifier: Any, module: Any, *, auto_scale_loss: bool) -> 
     from tnt_jax.keras_compat.optimizers.lookup import required
 
     optimizer = required(identifier)
-    policies = (
-        [layer.dtype_policy.name for layer in module._flatten_layers()] if is_keras(module) else []
-    )
-    if (
-        auto_scale_loss
-        and "mixed_float16" in policies
-        and not isinstance(optimizer, LossScaleOptimizer)
-    ):
+    layers = module._flatten_layers() if is_keras(module) else ()
+    is_half = any(layer.dtype_policy.name == "mixed_float16" for layer in layers)
+    if auto_scale_loss and is_half and not isinstance(optimizer, LossScaleOptimizer):
         return LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
     return optimizer
 

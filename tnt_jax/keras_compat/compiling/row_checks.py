@@ -154,7 +154,10 @@ def dependence_of_rows(
     of more than 1 GiB is not checked. With `sizes` it also checks that values do not depend on the
     number of rows.
     """
-    if _is_too_large(trainer):
+    params = jax.tree.leaves(trainer.require_state().params)
+    is_cut = any(not x.is_fully_replicated for x in params)
+    # The check gathers the model on one device.
+    if is_cut and sum(x.nbytes for x in params) > _MOST_BYTES:
         logger.info(
             "Whether rows are independent is not checked: the model is sharded, and the check "
             "needs it whole on one device."
@@ -169,13 +172,6 @@ def dependence_of_rows(
         lambda rows: _Program(trainer, batch, per_row, rows, train=train), num_rows
     )
     return _dependence(program, sizes)
-
-
-def _is_too_large(trainer: Trainer) -> bool:
-    """Returns whether a model that is sharded had better not be gathered on one device."""
-    params = jax.tree.leaves(trainer.require_state().params)
-    is_cut = any(not x.is_fully_replicated for x in params)
-    return is_cut and sum(x.nbytes for x in params) > _MOST_BYTES
 
 
 def real_rows(batch: Batch) -> int:

@@ -70,12 +70,6 @@ _WAYS_OUT = {
 _on_devices = Slot[weakref.WeakSet["Core"]](weakref.WeakSet, lasts=True)
 
 
-def _has_others(core: "Core") -> bool:
-    if len(_on_devices.get()) > 1:
-        gc.collect()  # One that is forgotten may refer to itself.
-    return any(other is not core for other in _on_devices.get())
-
-
 class Core:
     """The wrapped module, its options, its trainer, and the choices of `compile`."""
 
@@ -99,7 +93,7 @@ class Core:
         # Why training has this mesh and these passes, where they are chosen.
         self.memory_choice: memory_choice.Choice | None = None
         self.fits_memory = False
-        # Batches of `predict` for which a step was chosen by its memory, before `compile`.
+        # Calls and shapes of batches for which a step was chosen by its memory.
         self._fitted: set[Any] = set()
         # While `fit` runs, the wrapped object is out of date.
         self.is_fitting = False
@@ -148,6 +142,9 @@ class Core:
         compares_rows = isinstance(trainer.steps, WholeBatches)
         looks_back = compilation is not None and compilation.on_nan is not None
         loses_parts = isinstance(trainer, LocalTrainer) and not trainer.loses_whole_groups
+        if len(_on_devices.get()) > 1:
+            gc.collect()  # A model that is forgotten may refer to itself.
+        has_others = any(other is not self for other in _on_devices.get())
         reasons = {
             "the optimizer's state is sharded": options.shard_optimizer_state,
             "the variables are sharded": self._sharding is not None,
@@ -156,7 +153,7 @@ class Core:
             "on_nan looks back at steps on the devices": looks_back,
             "a group that trains by itself may lose a part of its ranks": loses_parts,
             "passes were chosen for this number of ranks": self.fits_memory,
-            "the arrays of another model would be lost": _has_others(self),
+            "the arrays of another model would be lost": has_others,
             "the state of a model that compares rows is sharded": compares_rows,
             "the state of a custom training loop would be lost": bool(steps_in_use.get()),
         }
@@ -223,15 +220,14 @@ class Core:
         ValueError, on every process, says that no step fits.
         """
         shapes = tuple((np.shape(x), str(np.result_type(x))) for x in jax.tree.leaves(batch))
-        fitted = self._fitted if self.compilation is None else self.compilation.fitted
-        if (call, shapes) in fitted:
+        if (call, shapes) in self._fitted:
             return
         self.trainer.most_in_flight = 0 if self.trainer.runtime.platform == "cpu" else None
         if call == "fit":
             self._choose(memory_choice.MICRO_BATCH, batch, self._forms(in_passes=True), trace)
         else:
             self._choose_passes(call, batch, trace)
-        fitted.add((call, shapes))
+        self._fitted.add((call, shapes))
 
     def _memory_limit(self) -> int:
         """Returns the bytes that a step may use on a device."""
@@ -299,9 +295,7 @@ class Core:
         where that is possible, it is one that needs less.
         """
         trainer, compilation, job = self.trainer, self.require_compiled(), runtime.init()
-        limit = self._memory_limit()
-        if failed is not None:
-            limit = int(failed.nbytes) - 1
+        limit = self._memory_limit() if failed is None else int(failed.nbytes) - 1
         state, placed = trainer.require_state(), trainer.put(batch)
         functions, transformation = self.functions, compilation.transformation
         assert functions is not None and transformation is not None
@@ -440,6 +434,7 @@ class Core:
 
     def forget_passes(self) -> None:
         """Lets steps compute all rows at once: passes suit the model and loss of their choice."""
+        self._fitted.clear()
         if self._trainer is None:
             return
         self.trainer.fewer_rows = self.trainer.fewer_evaluated_rows = None
@@ -605,14 +600,13 @@ class Core:
             )
         return self.compilation
 
-    def require_trainable(self) -> Compilation:
-        """Returns the compilation of a model that can be trained."""
-        compilation = self.require_compiled()
+    def require_trainable(self) -> None:
+        """Raises a RuntimeError if the model is not compiled, or is a view."""
+        self.require_compiled()
         if self.trainer.owner is not None:
             raise RuntimeError(
                 "A view cannot be trained: call fit of the model that it was made from."
             )
-        return compilation
 
     @property
     def functions(self) -> Compiled | CompiledObjective | None:
@@ -692,14 +686,12 @@ class Core:
 
     def read_assigned(self) -> None:
         """Reads what a callback has assigned to the wrapped object, alike on all processes."""
-        if not self.is_fitting or not self.adapter.has_assigned():
-            return
-        state = self.trainer.state
+        state = self.trainer.state if self.is_fitting and self.adapter.has_assigned() else None
         if state is None:
             return
         check_changes_model("Assigning a variable of the wrapped object")
         held = Variables(state.params, state.model_state)
-        self._put(state, self.adapter.with_assigned(held))
+        self.replace_variables(self.adapter.with_assigned(held))
 
     def take_over_changes(self, inputs: Any) -> bool:
         """Reads the variables of the wrapped object again if the user has changed them.
@@ -719,11 +711,12 @@ class Core:
         if _shapes(tuple(variables)) != _shapes((state.params, state.model_state)):
             trainer.build_from(variables)
         else:
-            self._put(state, variables)
+            self.replace_variables(variables)
         return trains_others
 
-    def _put(self, state: TrainState, variables: Variables) -> None:
+    def replace_variables(self, variables: Variables) -> None:
         """Replaces the variables of the state by host arrays or by its own."""
+        state = self.trainer.require_state()
 
         def put(new: Any, old: jax.Array) -> jax.Array:
             return old if new is old else _jax.put(np.asarray(new, old.dtype), old.sharding)

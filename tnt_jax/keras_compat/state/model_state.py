@@ -1,7 +1,6 @@
 """The training state of a `Model`: starting its optimizer, reading and replacing arrays."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -73,13 +72,19 @@ class ModelState:
         state = self.require_built()
         leaves, structure = jax.tree.flatten((state.params, state.model_state))
         order = self.order_of_weights(state)
-        hosts = _fitting_weights(weights, [leaves[index] for index in order])
+        current = [leaves[index] for index in order]
+        shapes, given = [x.shape for x in current], [np.shape(x) for x in weights]
+        if given != shapes:
+            raise ValueError(
+                f"set_weights needs {len(shapes)} arrays of the shapes {shapes}, but got "
+                f"{len(given)}: {given}."
+            )
+        hosts = [np.asarray(x, old.dtype) for x, old in zip(weights, current, strict=True)]
         if current_scope() == "all_processes":
             hosts = collectives.broadcast(hosts)
         for index, host in zip(order, hosts, strict=True):
-            leaves[index] = _jax.put(host, leaves[index].sharding)
-        params, model_state = structure.unflatten(leaves)
-        self._core.trainer.state = replace(state, params=params, model_state=model_state)
+            leaves[index] = host
+        self._core.replace_variables(Variables(*structure.unflatten(leaves)))
         self._core.write_back_outside_fit()
 
     def order_of_weights(self, state: TrainState) -> list[int]:
@@ -129,10 +134,12 @@ class ModelState:
             check_match(current, arrays)
         except ValueError as error:
             logger.warning("Leaves that do not fit keep their values. %s", error)
-        return {
-            path: arrays[path] if _fits(arrays.get(path), leaf) else leaf
-            for path, leaf in current.items()
+        fitting = {
+            path: x
+            for path, x in arrays.items()
+            if path in current and _jax.kind_of(x) == _jax.kind_of(current[path])
         }
+        return current | fitting
 
     def _replace(self, arrays: Mapping[str, np.ndarray], *parts: str) -> None:
         state = self.require_built()
@@ -142,22 +149,6 @@ class ModelState:
         self._core.trainer.state = with_arrays(state, {**current, **put})
 
 
-def _fits(found: Any, leaf: Any) -> bool:
-    return found is not None and (found.shape, found.dtype) == (leaf.shape, leaf.dtype)
-
-
 def only(arrays: Mapping[str, Any], *parts: str) -> dict[str, Any]:
     """Returns the arrays of some parts of the training state, such as `"params"`, by path."""
     return {path: leaf for path, leaf in arrays.items() if path.split("/")[0] in parts}
-
-
-def _fitting_weights(weights: list[np.ndarray], current: list[Any]) -> list[np.ndarray]:
-    """Returns host arrays of the dtypes of `current`, whose shapes they must have."""
-    shapes = [leaf.shape for leaf in current]
-    given = [np.shape(weight) for weight in weights]
-    if given != shapes:
-        raise ValueError(
-            f"set_weights needs {len(shapes)} arrays of the shapes {shapes}, but got {len(given)}: "
-            f"{given}."
-        )
-    return [np.asarray(weight, leaf.dtype) for weight, leaf in zip(weights, current, strict=True)]

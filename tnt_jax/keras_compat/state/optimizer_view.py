@@ -167,26 +167,22 @@ class OptimizerView:
                 `optax.inject_hyperparams`.
             TypeError: On setting, if a schedule decides the rate.
         """
-        if callable(self._optimizer.learning_rate):
-            steps = 0 if self._trainer.state is None else int(self._state().step)
-            return self._rate(self._optimizer.rate_at(np.int32(steps)))
-        if self._trainer.state is None:
-            rate = self._optimizer.learning_rate
+        schedule, has_state = self._optimizer.learning_rate, self._trainer.state is not None
+        if callable(schedule):
+            step = int(self._state().step) if has_state else 0
+            found = self._optimizer.rate_at(np.int32(step))
         else:
-            rate = read_learning_rate(self._state().opt_state)
-        if rate is None:
+            found = read_learning_rate(self._state().opt_state) if has_state else schedule
+        if found is None:
             raise AttributeError(_NO_RATE)
-        return self._rate(rate)
+        rate = Rate(found)
+        rate._set = self._set_rate
+        return rate
 
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
         """Sets the rate of the next step."""
         self._set_rate(value)
-
-    def _rate(self, value: Any) -> Rate:
-        rate = Rate(value)
-        rate._set = self._set_rate
-        return rate
 
     def _set_rate(self, value: Any) -> None:
         check_changes_model("Setting the learning rate")

@@ -45,7 +45,7 @@ class ModelOptions:
 
     def for_adapter(self) -> dict[str, Any]:
         """Returns the options of `tnt_jax.adapters.wrap`."""
-        return self._named(_OF_ADAPTER)
+        return {name: getattr(self, name) for name in _OF_ADAPTER}
 
     def check_local_steps(self) -> None:
         """Raises an error if `sync` is none, or another option excludes it."""
@@ -79,7 +79,7 @@ class ModelOptions:
 
     def saved(self) -> dict[str, Any]:
         """Returns the arguments for a saved or cloned model."""
-        return self._named(_SAVED)
+        return {name: getattr(self, name) for name in _SAVED}
 
     def apply(self, apply: Apply) -> Apply:
         """Returns the forward pass in a pipeline, or with rematerialization, as options say."""
@@ -132,9 +132,6 @@ class ModelOptions:
         if self.pipeline is None or self.remat == "none":
             return None
         return sharded.policy_of(self.remat, self.pipeline.path)
-
-    def _named(self, names: Sequence[str]) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in names}
 
 
 def refuse_with_local_steps(*choices: tuple[str, bool, str]) -> None:
