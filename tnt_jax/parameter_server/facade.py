@@ -14,7 +14,7 @@ from tnt_jax.distributed.sums.reduction import choose_reduction
 from tnt_jax.keras_compat.callbacks import History
 from tnt_jax.keras_compat.compiling.compilation import Compilation
 from tnt_jax.keras_compat.facade.model import Model
-from tnt_jax.keras_compat.fit.data_intake import DataArguments, DataIntake, to_batch
+from tnt_jax.keras_compat.fit.data_intake import DataArguments, to_batch
 from tnt_jax.keras_compat.optimizers import LossScaleOptimizer
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.keras_compat.state.options import ModelOptions
@@ -272,9 +272,9 @@ class ParameterServer:
             every: Updates between two evaluations.
         """
         check_at_least(1, every=every)
-        intake: DataIntake = self.model._shared.intake
+        data = DataArguments(x, y, sample_weight, batch_size)
         with self._serving():
-            source = intake.source(DataArguments(x, y, sample_weight, batch_size))
+            source = self.model._shared.source(data)
             batches = [to_batch(item) for item in source.batches(0)]
         return SidecarEvaluation(self._core, self._coordinator, batches, every=every)
 

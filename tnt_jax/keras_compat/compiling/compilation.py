@@ -1,16 +1,13 @@
 """The choices of `compile`, and what was made from them since."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
-import jax
 import optax
 
 from tnt_jax.keras_compat.compiling.compiled import CompileArguments, Compiled
 from tnt_jax.keras_compat.compiling.keras_training import check_training_methods, choose_optimizer
 from tnt_jax.keras_compat.compiling.objective import CompiledObjective
-from tnt_jax.keras_compat.configuration import resolved
 from tnt_jax.keras_compat.optimizers import Optimizer
 from tnt_jax.log import logger
 from tnt_jax.train.finite import OnNaN
@@ -24,6 +21,7 @@ class Compilation:
     arguments: CompileArguments
     optimizer: Optimizer
     steps_per_execution: int | None  # None until "auto" has timed them.
+    on_nan: OnNaN | None  # Reaction to a step that is not finite; None to take it.
     transformation: optax.GradientTransformation | None = None
     functions: Compiled | CompiledObjective | None = None  # None before the first batch.
     # The kind of data that `functions` were made for, until data of that kind was checked.
@@ -36,32 +34,17 @@ class Compilation:
     # Kinds of data that were checked against the losses, and shapes that training has seen.
     known_kinds: set[Any] = field(default_factory=set)
     compiled_kinds: set[Any] = field(default_factory=set)
-    # Calls and shapes of batches for which a step was chosen by its memory.
-    fitted: set[Any] = field(default_factory=set)
 
     def forget_data(self) -> None:
         """Lets the next call check its data and compile its steps anew."""
         self.functions = self.announced_kind = self.dependence = None
         self.traced_rows, self.checked_rows = set(), set()
-        self.known_kinds, self.compiled_kinds, self.fitted = set(), set(), set()
-
-    @property
-    def on_nan(self) -> OnNaN | None:
-        """Reaction to a step that is not finite; None to take it."""
-        return self.given["on_nan"]
+        self.known_kinds, self.compiled_kinds = set(), set()
 
     @property
     def accumulation_steps(self) -> int:
         """Steps whose mean gradient makes one update."""
         return self.optimizer.gradient_accumulation_steps or 1
-
-    @property
-    def needs_targets(self) -> bool:
-        """Whether a loss or metric compares outputs with targets."""
-        arguments = self.arguments
-        return bool(
-            jax.tree.leaves((arguments.loss, arguments.metrics, arguments.weighted_metrics))
-        )
 
 
 def new_compilation(
@@ -73,35 +56,18 @@ def new_compilation(
     )
     if arguments.objective is None:
         check_training_methods(module)
-    _check_objective(arguments)
-    steps = given["steps_per_execution"]
-    _check_options(run_eagerly, steps, jit_compile, given["on_nan"])
-    optimizer = choose_optimizer(
-        given["optimizer"], module, auto_scale_loss=given["auto_scale_loss"]
-    )
-    arguments.check_names()
-    return Compilation(given, arguments, optimizer, None if steps == "auto" else steps)
-
-
-def resolved_arguments(
-    config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Returns the arguments of `compile` that a configuration describes."""
-    modules = {"optimizer": "optimizers", "metrics": "metrics", "weighted_metrics": "metrics"}
-    return {
-        name: resolved(value, modules.get(name, "losses"), custom_objects)
-        for name, value in config.items()
-    }
-
-
-def _check_objective(arguments: CompileArguments) -> None:
-    """Raises a ValueError if there is an objective beside arguments that it replaces."""
-    replaced = (value for name, value in vars(arguments).items() if name != "objective")
-    if arguments.objective is not None and any(value is not None for value in replaced):
+    elif any(value is not None for name, value in vars(arguments).items() if name != "objective"):
         raise ValueError(
             "An objective takes the place of a loss and returns its own metrics: leave loss, "
             "loss_weights, metrics and weighted_metrics out."
         )
+    steps, on_nan = given["steps_per_execution"], given["on_nan"]
+    _check_options(run_eagerly, steps, jit_compile, on_nan)
+    optimizer = choose_optimizer(
+        given["optimizer"], module, auto_scale_loss=given["auto_scale_loss"]
+    )
+    arguments.check_names()
+    return Compilation(given, arguments, optimizer, None if steps == "auto" else steps, on_nan)
 
 
 def _check_options(

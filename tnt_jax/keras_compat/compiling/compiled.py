@@ -1,8 +1,9 @@
 """The losses and metrics of a compiled model, for outputs and targets of known shapes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from numbers import Real
 from types import FunctionType
 from typing import Any
@@ -99,10 +100,8 @@ class Layout:
             return [leaves[index] for index in self._order]
         wanted = [index for index, is_needed in enumerate(needed) if is_needed]
         if len(leaves) == len(wanted):
-            found: list[Any] = [None] * len(self.keys)
-            for index, leaf in zip(wanted, leaves, strict=True):
-                found[index] = leaf
-            return found
+            by_place = dict(zip(wanted, leaves, strict=True))
+            return [by_place.get(index) for index in range(len(self.keys))]
         given = f"a dict of {sorted(tree)}" if isinstance(tree, Mapping) else f"{len(leaves)}"
         raise ValueError(
             f"The model has {len(self.keys)} output(s) ({', '.join(self.keys)}), of which "
@@ -128,16 +127,15 @@ class Layout:
         is_list = isinstance(value, (tuple, list))
         if is_list and len(value) == len(self.keys):
             return list(value)
-        if is_list and self._is_single:
-            return [value if is_there else None for is_there in self._is_there]
-        nested = jax.tree.leaves(value, is_leaf=_is_none)
-        if is_list and len(nested) == len(self.keys):
-            return [nested[index] for index in self._order]
-        if is_list and not (many and not any(isinstance(item, (tuple, list)) for item in value)):
-            raise ValueError(
-                f"{what} has {len(value)} entries for {len(self.keys)} output(s); give one for "
-                "each, or a dict by name."
-            )
+        if is_list and not self._is_single:
+            nested = jax.tree.leaves(value, is_leaf=_is_none)
+            if len(nested) == len(self.keys):
+                return [nested[index] for index in self._order]
+            if not many or any(isinstance(item, (tuple, list)) for item in value):
+                raise ValueError(
+                    f"{what} has {len(value)} entries for {len(self.keys)} output(s); give one for "
+                    "each, or a dict by name."
+                )
         return [value if is_there else None for is_there in self._is_there]
 
 
@@ -153,43 +151,47 @@ def make_output_specs(
         )
     resolved = [losses.get(item) for item in jax.tree.leaves(loss)] or [None]
     weights = list(weight) if isinstance(weight, (tuple, list)) else [weight] * len(resolved)
-
-    def resolve(items: Any) -> tuple[Metric, ...]:
-        return tuple(
+    plain, weighted = (
+        tuple(
             metrics.get(item, np.shape(true), np.shape(pred), loss=resolved[0])
             for item in jax.tree.leaves(items)
         )
-
-    plain, weighted = map(resolve, given)
-    specs = []
-    for number, (part, factor) in enumerate(zip(resolved, weights, strict=True)):
-        of_first = (plain, weighted) if number == 0 else ((), ())
-        factor = 1.0 if factor is None else float(factor)
-        name = layout.names[index]
-        specs.append(OutputSpec(index, name, part, factor, *of_first, np.shape(pred)))
-    return specs
+        for items in given
+    )
+    return [
+        OutputSpec(
+            index,
+            layout.names[index],
+            part,
+            1.0 if factor is None else float(factor),
+            *((plain, weighted) if number == 0 else ((), ())),
+            np.shape(pred),
+        )
+        for number, (part, factor) in enumerate(zip(resolved, weights, strict=True))
+    ]
 
 
 def _is_none(value: Any) -> bool:
     return value is None
 
 
-def log_names(specs: Sequence[OutputSpec]) -> list[list[str]]:
-    """Returns the names of each output's metrics in the logs, each once, as Keras makes them.
+def by_log_name(specs: Sequence[OutputSpec]) -> dict[str, Metric]:
+    """Returns the metrics by the names of their logs, each once, as Keras makes them.
 
     Later ones of the same name get a number, or first, if weighted, the prefix `weighted_`.
     """
     used: set[str] = {"loss", *(f"{spec.prefix}loss" for spec in specs if spec.loss is not None)}
-    names = [
+    plain = [
         [_unused(f"{spec.prefix}{metric.name}", used) for metric in spec.metrics] for spec in specs
     ]
-    for spec, of_spec in zip(specs, names, strict=True):
+    found: dict[str, Metric] = {}
+    for spec, names in zip(specs, plain, strict=True):
+        found |= zip(names, spec.metrics, strict=True)
         for metric in spec.weighted_metrics:
             name = f"{spec.prefix}{metric.name}"
-            of_spec.append(
-                _unused(f"{spec.prefix}weighted_{metric.name}" if name in used else name, used)
-            )
-    return names
+            name = _unused(f"{spec.prefix}weighted_{metric.name}" if name in used else name, used)
+            found[name] = metric
+    return found
 
 
 def _unused(name: str, used: set[str]) -> str:
@@ -199,10 +201,16 @@ def _unused(name: str, used: set[str]) -> str:
     return unused
 
 
-def is_users(loss: Loss) -> bool:
-    """Returns whether a loss may compare rows with each other, which none of this package does."""
-    is_of_package = type(loss).__module__.startswith(losses.__name__)
-    return not is_of_package or type(loss) in (losses.LossFunctionWrapper, OptaxLoss)
+_AROUND_FUNCTIONS = (losses.LossFunctionWrapper, OptaxLoss, MeanMetricWrapper)
+
+
+def is_users(part: Loss | Metric) -> bool:
+    """Returns whether the code of a loss or metric is not that of this package.
+
+    Such a loss may compare rows with each other.
+    """
+    is_of_package = type(part).__module__.startswith((losses.__name__, metrics.__name__))
+    return not is_of_package or type(part) in _AROUND_FUNCTIONS
 
 
 # The errors that JAX raises if a function needs the values of a traced array.
@@ -292,7 +300,7 @@ class Compiled:
         arguments: CompileArguments,
         outputs: Any,
         targets: Any,
-        declared: Sequence[str] | None = None,
+        declared: Sequence[str] | None,
     ) -> None:
         self._layout = layout = Layout(outputs, declared)
         asked = [
@@ -311,7 +319,7 @@ class Compiled:
             for index, part in enumerate(parts)
             for spec in make_output_specs(layout, index, part, true[index], pred[index])
         )
-        self._metric_names = log_names(self.specs)
+        self._metrics = by_log_name(self.specs)  # In the order of their sums.
 
     def check_traced(self, outputs: Any, activations: Any, targets: Any) -> None:
         """Checks losses and metrics against the trace of a forward pass."""
@@ -319,7 +327,6 @@ class Compiled:
         made_by = self._layout.outputs(activations)
         for spec in self.specs:
             true, pred = all_true[spec.index], all_pred[spec.index]
-            activation = made_by[spec.index]
             if true is None:
                 continue
             # Targets are this process's rows, outputs those of all.
@@ -329,11 +336,10 @@ class Compiled:
             )
             for metric in spec.all_metrics:
                 check_targets_of_metric(metric, true, spec.shape)
-                is_of_package = type(metric).__module__.startswith(metrics.__name__)
-                if not is_of_package or type(metric) is MeanMetricWrapper:
+                if is_users(metric):
                     check_traceable(metric, true, pred)
             if spec.loss is not None:
-                check_activation(spec.loss, activation or None)
+                check_activation(spec.loss, made_by[spec.index] or None)
                 if is_users(spec.loss):
                     check_traceable(spec.loss, true, pred)
 
@@ -365,19 +371,15 @@ class Compiled:
         outputs_of = outputs_per_row(adapter)
 
         def per_row(params: Any, model_state: Any, batch: Batch, *others: Any) -> dict[str, Any]:
-            outputs = outputs_of(params, model_state, batch, *others)
-            own = next(iter(outputs.values()))
-            return outputs | self._own_losses(own, batch)
+            values = outputs_of(params, model_state, batch, *others)
+            outputs = next(iter(values.values()))
+            for spec, true, pred, _ in self._by_output(outputs, batch):
+                if spec.loss is not None and is_users(spec.loss):
+                    name = f"Loss {spec.loss.name!r}" + (f" of {spec.name!r}" if spec.name else "")
+                    values[name] = spec.loss.call(*standardized(true, pred))
+            return values
 
         return per_row
-
-    def _own_losses(self, outputs: Any, batch: Batch) -> dict[str, Any]:
-        values = {}
-        for spec, true, pred, _ in self._by_output(outputs, batch):
-            if spec.loss is not None and is_users(spec.loss):
-                name = f"Loss {spec.loss.name!r}" + (f" of {spec.name!r}" if spec.name else "")
-                values[name] = spec.loss.call(*standardized(true, pred))
-        return values
 
     def results(self, sums: Any) -> dict[str, Any]:
         """Returns the logs of an epoch's sums: loss, those of several outputs, and metrics."""
@@ -390,39 +392,28 @@ class Compiled:
                 for spec, pair in zip(trained, sums["losses"], strict=True)
                 if spec.prefix
             }
-        of_outputs = sums["metrics"]["outputs"]
-        for spec, names, of_spec in zip(self.specs, self._metric_names, of_outputs, strict=True):
-            for metric, name, own in zip(spec.all_metrics, names, of_spec, strict=True):
-                value = np.asarray(metric.compute(own))
-                # A metric of several thresholds or classes has a vector of results, as in Keras.
-                logs[name] = float(value) if value.ndim == 0 else value
+        for (name, metric), own in self._with_sums(sums):
+            value = np.asarray(metric.compute(own))
+            # A metric of several thresholds or classes has a vector of results, as in Keras.
+            logs[name] = float(value) if value.ndim == 0 else value
         return logs
 
     def metrics_by_log(self, sums: Any) -> dict[str, Metric]:
         """Returns each metric by the name of its log, with its sums of an epoch's, if given."""
-        found = {}
-        for output, (spec, names) in enumerate(zip(self.specs, self._metric_names, strict=True)):
-            named = zip(names, spec.all_metrics, strict=True)
-            for number, (name, metric) in enumerate(named):
-                if sums is not None:
-                    metric.show_sums(sums["metrics"]["outputs"][output][number])
-                found[name] = metric
-        return found
+        if sums is not None:
+            for (_, metric), own in self._with_sums(sums):
+                metric.show_sums(own)
+        return dict(self._metrics)
 
     def metrics_names(self) -> list[str]:
         """Returns the names of the logs, in the order in which `evaluate` lists them."""
         names = ["loss"]
         if len(trained := self._trained()) > 1:
             names += dict.fromkeys(f"{spec.prefix}loss" for spec in trained if spec.prefix)
-        return names + [name for of_spec in self._metric_names for name in of_spec]
+        return names + list(self._metrics)
 
-    @property
-    def looks_at_outputs(self) -> bool:
-        """Whether `check_first_batch` needs the model's outputs."""
-        return any(spec.looks_at_outputs for spec in self.specs)
-
-    def check_first_batch(self, outputs: Any, targets: Any, *, rows: int) -> None:
-        """Checks concrete outputs and targets of a batch against what the losses expect."""
+    def check_first_batch(self, targets: Any, outputs: Any = None, *, rows: int) -> None:
+        """Checks concrete targets of a batch, and outputs if given, against what losses expect."""
         if rows == 0:
             return
         all_true = self._targets(targets)
@@ -462,21 +453,25 @@ class Compiled:
         return terms
 
     def _increments(self, outputs: Any, batch: Batch) -> list[list[Any]]:
-        increments = []
+        mask, increments = batch.mask, []
         for spec, true, pred, weight in self._by_output(outputs, batch):
-            weighted = _masked_weight(weight, batch.mask)
-            pairs = [(metric, batch.mask) for metric in spec.metrics]
+            valid = mask_of_outputs(pred)
+            weighted = mask if weight is None else weight
+            if weight is not None and mask is not None:
+                weighted = weight * mask.reshape(-1, *(1,) * (jnp.ndim(weight) - 1))
+            pairs = [(metric, mask) for metric in spec.metrics]
             for metric in spec.weighted_metrics:
                 given = weighted
                 if weight is not None and isinstance(metric, MeanMetricWrapper):
                     given = metric.without_ignored(true, pred, weighted)
                 pairs.append((metric, given))
-            increments.append(
-                [
-                    metric.increments(true, pred, _valid_weight(metric, given, pred))
-                    for metric, given in pairs
-                ]
-            )
+            of_output = []
+            for metric, given in pairs:
+                # As in Keras, only means of values respect what outputs mask.
+                if isinstance(metric, MeanMetricWrapper):
+                    given = and_valid(given, valid)
+                of_output.append(metric.increments(true, pred, given))
+            increments.append(of_output)
         return increments
 
     def _by_output(self, outputs: Any, batch: Batch) -> list[tuple[OutputSpec, Any, Any, Any]]:
@@ -493,20 +488,12 @@ class Compiled:
             return [None] * len(self._layout.keys)
         return self._layout.data(targets, self._needs_target, "target")
 
+    def _with_sums(self, sums: Any) -> Iterator[tuple[tuple[str, Metric], Any]]:
+        own = chain.from_iterable(sums["metrics"]["outputs"])
+        return zip(self._metrics.items(), own, strict=True)
+
     def _trained(self) -> list[OutputSpec]:
         return [spec for spec in self.specs if spec.loss is not None]
-
-
-def _masked_weight(weight: Any, mask: Any) -> Any:
-    if weight is None or mask is None:
-        return mask if weight is None else weight
-    return weight * mask.reshape(-1, *(1,) * (jnp.ndim(weight) - 1))
-
-
-def _valid_weight(metric: Metric, weight: Any, outputs: Any) -> Any:
-    """Returns weights without what outputs mask; as in Keras, only means of values respect it."""
-    valid = mask_of_outputs(outputs) if isinstance(metric, MeanMetricWrapper) else None
-    return and_valid(weight, valid)
 
 
 def _ratio(pair: tuple[np.ndarray, np.ndarray]) -> float:

@@ -35,10 +35,10 @@ def summary_table(name: str, params: Any, model_state: Any) -> str:
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         for path, leaf in leaves:
             where = jax.tree_util.keystr(path, simple=True, separator="/")
-            shape, count, nbytes = tuple(leaf.shape), math.prod(leaf.shape), _nbytes(leaf)
-            rows.append((where, str(shape), str(leaf.dtype), f"{count:,}", f"{nbytes:,}"))
-        count = sum(math.prod(leaf.shape) for _, leaf in leaves)
-        nbytes = sum(_nbytes(leaf) for _, leaf in leaves)
+            kind = (str(leaf.shape), str(leaf.dtype))
+            rows.append((where, *kind, f"{leaf.size:,}", f"{leaf.nbytes:,}"))
+        count = sum(leaf.size for _, leaf in leaves)
+        nbytes = sum(leaf.nbytes for _, leaf in leaves)
         totals.append(
             f"{title}: {count:,} values in {len(leaves)} arrays, {nbytes / 2**20:,.2f} MiB"
         )
@@ -52,10 +52,6 @@ def summary_table(name: str, params: Any, model_state: Any) -> str:
         for row in rows
     ]
     return "\n".join([f"Model: {name}", line, body[0], line, *body[1:], line, *totals])
-
-
-def _nbytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
 class NamedWeight(np.ndarray):
@@ -327,12 +323,11 @@ class Inspection:
     def _first_batch(self, x: Any, y: Any, batch_size: int | None) -> Batch:
         """Returns the first batch of data, for which the steps are then ready."""
         self._core.require_compiled()
-        first = EpochStream(
-            self._shared.intake.source(DataArguments(x, y, batch_size=batch_size))
-        ).peek(0)
-        self._shared.preparation.prepare(first)
-        self._shared.preparation.check_rows(first, train=True)
-        return to_batch(first)
+        first = EpochStream(self._shared.source(DataArguments(x, y, batch_size=batch_size))).peek(0)
+        batch = to_batch(first)
+        self._shared.prepare(batch)
+        self._shared.check_rows(batch, train=True)
+        return batch
 
     def _built_variables(self) -> Variables:
         self._shared.state.require_built()

@@ -5,16 +5,18 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
+import jax
 import numpy as np
 
 from tnt_jax.distributed.liveness.phases import called
 from tnt_jax.keras_compat.callbacks import History
-from tnt_jax.keras_compat.compiling.compilation import new_compilation, resolved_arguments
+from tnt_jax.keras_compat.compiling.compilation import new_compilation
+from tnt_jax.keras_compat.configuration import resolved
 from tnt_jax.keras_compat.facade.inspection import Inspection
 from tnt_jax.keras_compat.facade.saver import PathLike, Saver
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments
 from tnt_jax.keras_compat.fit.evaluation import as_returned, evaluate, predict
-from tnt_jax.keras_compat.fit.fit_loop import FitLoop, collected_later
+from tnt_jax.keras_compat.fit.fit_loop import FitLoop
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments
 from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.fit.resume import check_changes, choose_directory, with_backup
@@ -270,13 +272,7 @@ class Model(SingleBatches, Inspection):
             check_changes(tnt_ignore_changes),
         )
         calls = CallbackArguments(with_backup(callbacks, directory), verbose, self)
-        loop = self._fit_loop(self._shared, calls)
-        if loop.has_ended:
-            return loop.ended()
-        with loop.ending_on_request():
-            with collected_later():
-                plan = loop.prepare(data, arguments)
-            return loop.fit(plan)
+        return self._fit_loop(self._shared, calls).run(data, arguments)
 
     @called("Model.evaluate")
     def evaluate(
@@ -346,7 +342,12 @@ class Model(SingleBatches, Inspection):
             inputs: A shape such as `(None, 28, 28, 1)` for one float32 input, or a pytree of sample
                 arrays or `jax.ShapeDtypeStruct` with a leading batch dimension.
         """
-        self._shared.builder.build(inputs)
+        is_shape = isinstance(inputs, (tuple, list)) and all(
+            size is None or isinstance(size, int) for size in inputs
+        )
+        trainer = self._core.trainer
+        trainer.build(jax.ShapeDtypeStruct((1, *inputs[1:]), np.float32) if is_shape else inputs)
+        trainer.require_state()  # Errors of the program that makes variables come here.
 
     @classmethod
     def from_config(
@@ -387,7 +388,12 @@ class Model(SingleBatches, Inspection):
         Raises:
             ValueError: If a name is unknown, and not that of one of the user's `custom_objects`.
         """
-        self.compile(**resolved_arguments(config, custom_objects))
+        rooms = {"optimizer": "optimizers", "metrics": "metrics", "weighted_metrics": "metrics"}
+        given = {
+            name: resolved(value, rooms.get(name, "losses"), custom_objects)
+            for name, value in config.items()
+        }
+        self.compile(**given)
 
     def view(self, module: Any) -> Self:
         """Returns a model that applies another module to this model's current variables.
@@ -623,6 +629,6 @@ def _fit_loop_of_job() -> type[FitLoop]:
         return recorded.RecordedLoop
     if settings.explain_steps is not None:
         return explained.ExplainLoop
-    if settings.scale_steps is not None:
-        return timed.ScaleLoop if settings.tune_steps is None else timed.ScaledTrialLoop
+    if settings.scale_steps is not None and settings.tune_steps is None:
+        return timed.ScaleLoop
     return timed.PlanLoop if settings.plan else timed.TrialLoop

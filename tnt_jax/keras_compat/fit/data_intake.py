@@ -1,23 +1,17 @@
-"""The arguments of calls, and the streams of global batches that are opened for them."""
+"""The arguments of calls that describe data, and the batches that steps take from it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from tnt_jax.data.arguments import check_arguments, is_arrays, is_taken_apart
+from tnt_jax.data.arguments import is_arrays
 from tnt_jax.data.elements import unpack
-from tnt_jax.data.layout import ReadOptions, micro_batch_size, num_padded_rows
-from tnt_jax.data.opening import Meanwhile, open_stream
-from tnt_jax.data.sources import HostBatch, Source, array_source, common_length
+from tnt_jax.data.sources import HostBatch, Source, common_length
 from tnt_jax.data.streams import EpochStream
-from tnt_jax.keras_compat.state.building import Builder
-from tnt_jax.keras_compat.state.core import Core
-from tnt_jax.log import logger
 from tnt_jax.train.contracts import Batch
 
 Weighting = Callable[[Any, Any], Any]
@@ -154,11 +148,6 @@ class FitArguments:
                 f"validation_freq must be 1 or more, or a list of epochs, but is {freq}."
             )
 
-    @property
-    def has_epochs(self) -> bool:
-        """Whether an epoch is left; a callback that resumes a run may leave none even so."""
-        return self.initial_epoch < self.epochs
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -212,100 +201,3 @@ def carry_out_split(
         replace(data, x=x, y=y, sample_weight=sample_weight),
         replace(arguments, validation_data=held_out),
     )
-
-
-class DataIntake:
-    """Opens the data of a call."""
-
-    def __init__(self, core: Core, builder: Builder) -> None:
-        self._core = core
-        self._builder = builder
-
-    def source(self, data: DataArguments) -> Source:
-        """Returns the source of the global batches."""
-        x, y, sample_weight = data.x, data.y, data.sample_weight
-        if self._is_taken_apart(data):
-            x, y, sample_weight = unpack(x if isinstance(x, tuple) else tuple(x))
-        if data.predicts:
-            y = sample_weight = None
-        check_arguments(x, y, sample_weight)
-        reading = self._reading(data)
-        if is_arrays(x):
-            return array_source(x, y, sample_weight, reading)
-        # The readers of all other kinds of data are imported with the first of it.
-        from tnt_jax.data.dispatch import as_source
-
-        return as_source(x, y, sample_weight, reading)
-
-    def open(
-        self,
-        call: str,
-        data: DataArguments | Source,
-        *,
-        epoch: int = 0,
-        steps: int | None = None,
-        steps_per_epoch: int | None = None,
-        meanwhile: Meanwhile | None = None,
-        **arguments: Any,
-    ) -> tuple[EpochStream, HostBatch]:
-        """Returns the data of a call and its first batch, once all processes have made the call.
-
-        They must have the same kind of data and `arguments`; an error on one is raised on all.
-        """
-        return open_stream(
-            call,
-            partial(self.source, data) if isinstance(data, DataArguments) else lambda: data,
-            epoch=epoch,
-            steps=steps,
-            steps_per_epoch=steps_per_epoch,
-            meanwhile=meanwhile,
-            **arguments,
-        )
-
-    def log_plan(self, stream: EpochStream) -> None:
-        """Logs once how the data is distributed."""
-        source = stream.source
-        rank_slice = self._core.trainer.rank_slice
-        num_ranks = rank_slice.num_ranks
-        size, examples, steps = source.global_batch_size, source.num_examples, stream.num_steps
-        logger.info(
-            "Global batch %s = %s rows on each of %d %s; %s examples, %s steps per epoch; %s "
-            "padded row(s) per full batch, %s in the last one; shuffle seed %d.",
-            size,
-            None if size is None else micro_batch_size(size, num_ranks),
-            num_ranks,
-            rank_slice.kind,
-            examples or "an unknown number of",
-            steps or "an unknown number of",
-            None if size is None else num_padded_rows(size, num_ranks),
-            num_padded_rows(examples % size or size, num_ranks) if size and examples else "unknown",
-            self._core.options.seed,
-        )
-
-    def _reading(self, data: DataArguments) -> ReadOptions:
-        if not data.distribute and self._core.trainer.runtime.shares_ranks:
-            raise ValueError(
-                "tnt_distribute_dataset=False needs processes with rows of their own, but on this "
-                "mesh several processes work on the same rows. Give each process all devices of "
-                "the axes 'stage' and 'tensor', or let tnt_jax distribute the data."
-            )
-        trainer = self._core.trainer
-        rank_slice = (trainer.of_group if data.trains else trainer).rank_slice
-        options = self._core.options
-        sizes = (data.batch_size, data.rows_per_rank)
-        return ReadOptions(
-            rank_slice, *sizes, data.shuffle, options.seed, data.distribute, options.reproducible
-        )
-
-    def _is_taken_apart(self, data: DataArguments) -> bool:
-        """Returns whether `x` alone is `(inputs, targets[, weights])` and not several inputs."""
-        if data.is_inputs or not is_taken_apart(data.x, data.y, data.sample_weight):
-            return False
-        if not data.predicts:
-            return self._core.compilation is not None and self._core.calls_model
-        num = self._core.trainer.rank_slice.local_ranks
-        few = jax.tree.map(
-            lambda x: np.zeros((num, *np.shape(x)[1:]), np.asarray(x[:1]).dtype), data.x
-        )
-        problem_of = self._builder.problem_of_inputs
-        return problem_of(few) is not None and problem_of(few[0]) is None

@@ -3,8 +3,8 @@
 The launcher forms the generations of processes (`tnt_jax/launch/membership.py`). `fit` goes on from
 its last step (`Recovery`); `evaluate` and `predict`, which change nothing, begin again:
 
-    generations = Generations(shared, Call(trains=False))
-    logs = generations.repeat(compute)  # It calls `generations.begin` once its data is open.
+    call = Call(shared, trains=False)
+    logs = call.repeat(compute)  # It calls `call.begin` once its data is open.
 """
 
 import json
@@ -47,95 +47,93 @@ _warned = Slot[set[tuple[str, str]]](set, lasts=True)
 _T = TypeVar("_T")
 
 
+class HasEnded(Exception):
+    """Raised where a process was to join a call that the others have ended meanwhile."""
+
+
 class Call:
-    """A call of the script in an elastic job; the calls of all processes have the same numbers.
+    """A call of the script in an elastic job, and the generations of processes that make it.
+
+    The calls of all processes have the same numbers.
 
     Args:
         trains: Whether a process can join in it.
 
     Attributes:
-        name: As the user calls it, such as `Model.fit`.
-        number: Its number; -1 if it is none.
         has_ended: Whether this process, which is to join, takes its value from the others.
+        joins: Whether this process is still to join the others.
     """
 
-    def __init__(self, *, trains: bool) -> None:
-        self.name, self.trains = phases.here().calls[0], trains
+    def __init__(self, shared: Shared, *, trains: bool) -> None:
+        self._shared, self._trains = shared, trains
+        # As the user calls it, such as `Model.fit`.
+        self._name = phases.here().calls[0]
         # Within another call, as in a callback, it is a part of that one.
-        self._link = link() if len(phases.here().calls) == 1 else None
-        self.number = -1 if self._link is None else next(_calls.get())
-        self.has_ended = False
-        if self._link is not None and not self._link.has_joined:
-            self.has_ended = not trains or self._link.result_of(self.number) is not None
+        self._line = link() if len(phases.here().calls) == 1 else None
+        self._number = -1 if self._line is None else next(_calls.get())
+        self.has_ended = self.joins = False
+        if self._line is not None and not self._line.has_joined:
+            self.has_ended = not trains or self._line.result_of(self._number) is not None
+        # None as long as the call cannot go on with other processes.
+        self._link: Link | None = None
+        # Whether no step of the generation is done.
+        self._is_new = False
 
     @property
     def value(self) -> Any:
         """The value that the others have got from it, once they have."""
-        assert self._link is not None
-        value = self._link.await_result(self.number, trains=self.trains)["value"]
+        assert self._line is not None
+        value = self._line.await_result(self._number, trains=self._trains)["value"]
         if value is None:
-            self._link.refuse(
-                f"it has not the results of {self.name}, which the others have called."
+            self._line.refuse(
+                f"it has not the results of {self._name}, which the others have called."
             )
             flush()
             os._exit(1)
         return value
 
-    def end(self, value: Any) -> None:
+    def report(self, value: Any) -> None:
         """Reports its value for processes that join later; None for one that is not passed on."""
-        if self._link is not None:
+        if self._line is not None:
             plain = json.loads(json.dumps(value, default=lambda x: np.asarray(x).tolist()))
-            self._link.report_result(self.number, {"value": plain})
-
-
-class HasEnded(Exception):
-    """Raised where a process was to join a call that the others have ended meanwhile."""
-
-
-class Generations:
-    """The generations of processes that make a call together, one after the other.
-
-    Attributes:
-        joins: Whether this process is still to join the others.
-    """
-
-    def __init__(self, shared: Shared, call: Call) -> None:
-        self._shared, self._call = shared, call
-        # None as long as the call cannot go on with other processes.
-        self._link: Link | None = None
-        self.joins = False
-        # Whether no step of the generation is done.
-        self._is_new = False
+            self._line.report_result(self._number, {"value": plain})
 
     def begin(self, why_not: Callable[[], str | None]) -> None:
         """Reports whether the call can go on with other processes, or else the obstacle.
 
         All processes call it. After a loss it does nothing.
         """
-        own = link() if self._call.number >= 0 else None
-        if own is None or self._link is not None:
+        if self._line is None or self._link is not None:
             return
-        self._link, self.joins = own, not own.has_joined
+        self._link, self.joins = self._line, not self._line.has_joined
         if self.joins:
             return
-        obstacles = collectives.agree(self._call.name, {}, note=why_not())
+        obstacles = collectives.agree(self._name, {}, note=why_not())
         obstacle = next(filter(None, obstacles), "")
-        self._report(obstacle)
-        if obstacle:
-            self._link = None
-            _warn(self._call.name.removeprefix("Model."), obstacle)
+        self._report_obstacle(obstacle)
+        if not obstacle:
+            return
+        self._link, name = None, self._name.removeprefix("Model.")
+        if (name, obstacle) not in _warned.get():
+            _warned.get().add((name, obstacle))
+            logger.warning(
+                "If a process of this elastic job is lost, %s cannot go on in place, because %s. "
+                "The job ends then; --max-restarts starts it again.",
+                name,
+                obstacle,
+            )
 
     def end(self) -> None:
         """Reports, once all processes are here, that what follows cannot go on with others."""
         if self._link is not None:
-            collectives.agree(f"the end of {self._call.name}", {})
-            self._report(f"{self._call.name} has ended")
+            collectives.agree(f"the end of {self._name}", {})
+            self._report_obstacle(f"{self._name} has ended")
             self._link = None
 
-    def _report(self, obstacle: str) -> None:
+    def _report_obstacle(self, obstacle: str) -> None:
         assert self._link is not None
         if self._link.generation.index == 0:
-            call = self._call.number if self._call.trains else -1
+            call = self._number if self._trains else -1
             self._link.report_obstacle(obstacle, call=call, sizes=self._sizes())
 
     def _sizes(self) -> list[int] | None:
@@ -158,8 +156,7 @@ class Generations:
         self._is_new = False
         if self._link.generation.index == 0:
             step = f"step {progress.place.batch} of epoch {progress.place.epoch + 1}"
-            name = self._call.name
-            self._link.report_step(step if self._call.trains else f"the beginning of {name}")
+            self._link.report_step(step if self._trains else f"the beginning of {self._name}")
 
     def is_loss(self, error: Exception) -> bool:
         """Returns whether an error follows from the end of this process's generation."""
@@ -179,11 +176,13 @@ class Generations:
             except Exception as error:
                 if not self.is_loss(error):
                     raise
-                self._begin_again(error)
-
-    def _begin_again(self, error: Exception) -> None:
-        kept, points = self.kept(error), stopping.current() or Points()
-        self.go_on(error, (self.num_steps,), kept, lambda _: stopping.renewed(points))
+                kept, points = self.kept(error), stopping.current() or Points()
+                self.go_on(
+                    error,
+                    (self.num_steps,),
+                    kept,
+                    lambda _, points=points: stopping.renewed(points),
+                )
 
     @property
     def num_steps(self) -> int:
@@ -199,7 +198,7 @@ class Generations:
         """
         if obstacle := self._shared.core.why_not_elastic():
             raise RuntimeError(
-                f"{self._call.name} cannot go on with other processes, because {obstacle}. The job "
+                f"{self._name} cannot go on with other processes, because {obstacle}. The job "
                 "ends; --max-restarts starts it again."
             ) from error
         trainer = self._shared.core.trainer
@@ -240,7 +239,7 @@ class Generations:
         assert self._link is not None
         # Before it has joined, a process has no state that others could take.
         message = {"done": [] if self.joins else list(done), "why": why, **_addresses()}
-        generation = self._link.next_generation({"call": self._call.number, **message})
+        generation = self._link.next_generation({"call": self._number, **message})
         if generation is None:
             raise HasEnded
         runtime.rejoin(generation)
@@ -260,18 +259,6 @@ def why_not_again(
     if any(rows is not None for rows in rows_per_rank):
         return "the global batch follows from tnt_micro_batch_size and the number of ranks"
     return order.unrepeatable or None
-
-
-def _warn(name: str, obstacle: str) -> None:
-    """Warns, once for each call and obstacle, of what a loss leads to."""
-    if (name, obstacle) not in _warned.get():
-        _warned.get().add((name, obstacle))
-        logger.warning(
-            "If a process of this elastic job is lost, %s cannot go on in place, because %s. "
-            "The job ends then; --max-restarts starts it again.",
-            name,
-            obstacle,
-        )
 
 
 def _addresses() -> dict[str, str]:
@@ -315,8 +302,7 @@ class Recovery:
     """
 
     def __init__(self, shared: Shared, hooks: CallbackList, call: Call) -> None:
-        self._shared, self._hooks = shared, hooks
-        self.generations = Generations(shared, call)
+        self._shared, self._hooks, self._call = shared, hooks, call
         self._epoch: int | None = None
         # Logs of the epoch before.
         self.logs: dict[str, Any] = {}
@@ -333,33 +319,27 @@ class Recovery:
         Without an error the process joins, or raises `HasEnded`. `reopen` opens the data for the
         new processes.
         """
-        own, kept = self._kept(error)
-        return self.generations.go_on(
+        kept, progress = self._call.kept(error), self._shared.progress
+        sums = jax.device_get(jax.tree.leaves(progress.place.sums))
+        own = _Progress(
+            self._call.num_steps,
+            progress.place._replace(sums=sums),
+            progress.stop_training,
+            self._shared.core.require_compiled().steps_per_execution,
+            self.logs,
+            self._shared.resumption.run,
+        )
+        return self._call.go_on(
             error,
             (own.step, own.place.epoch),
             kept,
             lambda generation: self._adopt(own, kept, generation.source, reopen),
         )
 
-    def _kept(self, error: Exception | None) -> tuple[_Progress, Any]:
-        """Returns the place and the state of the last complete step, on the host."""
-        core, progress = self._shared.core, self._shared.progress
-        kept = self.generations.kept(error)
-        sums = jax.device_get(jax.tree.leaves(progress.place.sums))
-        own = _Progress(
-            self.generations.num_steps,
-            progress.place._replace(sums=sums),
-            progress.stop_training,
-            core.require_compiled().steps_per_execution,
-            self.logs,
-            self._shared.resumption.run,
-        )
-        return own, kept
-
     def _adopt(self, own: _Progress, kept: Any, source: int, reopen: Callable[[], Batch]) -> Place:
         """Returns where all processes go on, with the newest state; all of them call it."""
         core, progress = self._shared.core, self._shared.progress
-        joins = self.generations.joins
+        joins = self._call.joins
         place = [own.step, own.place.epoch, own.place.batch, joins]
         notes = collectives.agree("Model.fit", {}, note=[place, bool(own.stops)])
         newest = own

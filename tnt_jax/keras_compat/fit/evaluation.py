@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from tnt_jax.adapters.base import CallError
+from tnt_jax.data.opening import open_stream
 from tnt_jax.data.sources import Source
 from tnt_jax.data.streams import EpochStream, read_in_lockstep
 from tnt_jax.distributed import stopping
@@ -16,7 +17,7 @@ from tnt_jax.keras_compat.callbacks import CallbackList
 from tnt_jax.keras_compat.callbacks.callback_list import may_stop_within_epoch
 from tnt_jax.keras_compat.compiling.keras_training import check_prediction_methods
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, to_batch
-from tnt_jax.keras_compat.fit.elastic import Call, Generations, why_not_again
+from tnt_jax.keras_compat.fit.elastic import Call, why_not_again
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments, PhaseHooks
 from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.fit.start_check import compare_starts
@@ -29,13 +30,12 @@ def evaluate(
     shared: Shared, data: DataArguments, steps: int | None, callbacks: CallbackArguments
 ) -> dict[str, float]:
     """Returns loss and metrics over `steps` batches, or all, with their own callbacks."""
-    call = Call(trains=False)
-    generations = Generations(shared, call)
+    call = Call(shared, trains=False)
 
     def compute() -> dict[str, float]:
         compare_starts("Model.evaluate", shared.core, data, steps=steps)
-        source = collectives.call_on_all_processes(lambda: shared.intake.source(data))
-        generations.begin(lambda: _why_not_elastic(shared, data, source))
+        source = collectives.call_on_all_processes(lambda: shared.source(data))
+        call.begin(lambda: _why_not_elastic(shared, data, source))
         shown = callbacks.open("Model.evaluate", steps=steps or source.num_batches)
         with shown as hooks, stopping.ending_call() as points:
             return evaluate_source(
@@ -45,15 +45,15 @@ def evaluate(
                 hooks,
                 points,
                 fits_memory=data.fits_memory,
-                note_step=generations.note_step,
+                note_step=call.note_step,
             )
 
     if call.has_ended:
         logs = call.value
     else:
         shared.core.require_compiled()
-        logs = generations.repeat(compute)
-    call.end(logs)
+        logs = call.repeat(compute)
+    call.report(logs)
     return logs
 
 
@@ -83,18 +83,19 @@ def evaluate_source(
     called after each step.
     """
     trainer = shared.core.trainer
-    stream, first = shared.intake.open("Model.evaluate", source, steps=steps)
+    stream, item = open_stream("Model.evaluate", lambda: source, steps=steps)
+    first = to_batch(item)
     if fits_memory:
         shared.core.ask_for_passes()
-    shared.preparation.prepare(first)
-    shared.preparation.check_rows(first, train=False)
+    shared.prepare(first)
+    shared.check_rows(first, train=False)
     if fits_memory:
-        group = preparation_of(trainer, to_batch, threaded=True)([first])
+        group = preparation_of(trainer, to_batch, threaded=True)([item])
         trace = partial(trainer.trace_evaluation, group)
-        shared.core.fit_memory("evaluate", to_batch(first), trace)
+        shared.core.fit_memory("evaluate", first, trace)
     shared.progress.stop_evaluating = False
     hooks.call("on_test_begin", {})
-    running = _steps(shared, "test", stream, steps, to_batch(first), hooks, points, note_step)
+    running = _steps(shared, "test", stream, steps, first, hooks, points, note_step)
     with running as (feed, phase):
         sums = trainer.evaluate(feed, phase)
         phase.end_group(sums)
@@ -107,30 +108,27 @@ def predict(
     shared: Shared, data: DataArguments, steps: int | None, callbacks: CallbackArguments
 ) -> Any:
     """Returns the outputs for `steps` batches, or for all, as host arrays `[examples, ...]`."""
-    core, call = shared.core, Call(trains=False)
+    core, call = shared.core, Call(shared, trains=False)
     if call.has_ended:
         return call.value
     check_prediction_methods(core.module)
-    generations = Generations(shared, call)
 
     def compute() -> Any:
         compare_starts("Model.predict", core, data, steps=steps)
-        stream, item = shared.intake.open("Model.predict", data, steps=steps)
+        stream, item = open_stream("Model.predict", lambda: shared.source(data), steps=steps)
         first = to_batch(item)
         if data.fits_memory:
             core.ask_for_passes()
         shared.builder.build_for(first)
-        generations.begin(lambda: _why_not_elastic(shared, data, stream.source))
-        shared.preparation.check_outputs(first)
+        call.begin(lambda: _why_not_elastic(shared, data, stream.source))
+        shared.check_outputs(first)
         if data.fits_memory:
             group = preparation_of(core.trainer, to_batch, threaded=True)([item])
             core.fit_memory("predict", first, partial(core.trainer.trace_prediction, group))
         shared.progress.stop_predicting = False
         shown = callbacks.open("Model.predict", steps=steps or stream.source.num_batches)
         with shown as hooks, stopping.ending_call() as points:
-            running = _steps(
-                shared, "predict", stream, steps, first, hooks, points, generations.note_step
-            )
+            running = _steps(shared, "predict", stream, steps, first, hooks, points, call.note_step)
             with running as (feed, phase):
                 hooks.call("on_predict_begin", {})
                 try:
@@ -142,8 +140,8 @@ def predict(
                 hooks.call("on_predict_end", {})
         return outputs
 
-    outputs = generations.repeat(compute)
-    call.end(None)
+    outputs = call.repeat(compute)
+    call.report(None)
     return outputs
 
 

@@ -3,8 +3,7 @@
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -15,7 +14,7 @@ import jax
 from tnt_jax.adapters.base import check_trains_the_same
 from tnt_jax.data.arguments import is_arrays, takes_batch_size
 from tnt_jax.data.elements import unpack
-from tnt_jax.data.opening import Meanwhile
+from tnt_jax.data.opening import Meanwhile, open_stream
 from tnt_jax.data.sources import HostBatch, Source
 from tnt_jax.data.streams import EpochStream, read_in_lockstep
 from tnt_jax.distributed import goodput, stopping
@@ -94,21 +93,6 @@ _WARM_STEPS, _TIMED_STEPS = 4, 12
 _SHORTEST_WAIT_S = 1e-4
 
 
-@contextmanager
-def collected_later() -> Iterator[None]:
-    """Keeps the collector of garbage in cycles off within the block.
-
-    Tracing makes many objects that stay, and the collector looks through them again and again.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 class FitLoop:
     """One call of `fit`, which trains a model epoch by epoch."""
 
@@ -120,36 +104,44 @@ class FitLoop:
 
     def __init__(self, shared: Shared, callbacks: CallbackArguments) -> None:
         self._core, self._shared, self._callbacks = shared.core, shared, callbacks
-        self._call = Call(trains=True)
+        self._call = Call(shared, trains=True)
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the other processes have ended the call without this one."""
-        return self._call.has_ended
+    def run(self, data: DataArguments, arguments: FitArguments) -> History:
+        """Returns the history of a call of `fit`; see `Model.fit`.
 
-    def ended(self) -> History:
+        A signal ends it, if a callback can save its state.
+        """
+        if self._call.has_ended:
+            return self._ended()
+        callbacks = unwrapped(self._callbacks.callbacks) if self.trains else ()
+        with ending_on_request(callbacks) as self._points:
+            # Tracing makes many objects that stay, and the collector of garbage in cycles would
+            # look through them again and again.
+            was_on = gc.isenabled()
+            gc.disable()
+            try:
+                plan = self.prepare(data, arguments)
+            finally:
+                if was_on:
+                    gc.enable()
+            return self.fit(plan)
+
+    def _ended(self) -> History:
         """Returns the history of a `fit` that the other processes have ended."""
         history = History()
         history.set_state(self._call.value)
         history.set_model(self._callbacks.model)
         return history
 
-    @contextmanager
-    def ending_on_request(self) -> Iterator[None]:
-        """Lets a signal end the `fit` in the block, if a callback can save its state."""
-        callbacks = unwrapped(self._callbacks.callbacks) if self.trains else ()
-        with ending_on_request(callbacks) as self._points:
-            yield
-
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
         """Opens the training data and prepares the steps; validation data is opened later."""
-        preparation = self._shared.preparation
-        self._core.require_trainable()
+        core, shared = self._core, self._shared
+        core.require_trainable()
         if data.fits_memory:
-            self._core.ask_for_passes()
-        compare_starts("Model.fit", self._core, data, arguments)
+            core.ask_for_passes()
+        compare_starts("Model.fit", core, data, arguments)
         # Groups of ranks meet here for the first time.
-        _ = self._core.trainer.of_group
+        _ = core.trainer.of_group
         data, arguments = carry_out_split(data, arguments)
         own = link()
         if own is not None and is_arrays(data.x) and data.rows_per_rank is not None:
@@ -158,9 +150,9 @@ class FitLoop:
             data = replace(data, batch_size=size, micro_batch_size=None)
         self._data = data
         self._open = partial(
-            self._shared.intake.open,
+            open_stream,
             "Model.fit",
-            data,
+            partial(shared.source, data),
             epoch=arguments.initial_epoch,
             steps_per_epoch=arguments.steps_per_epoch,
             epochs=arguments.epochs,
@@ -169,66 +161,66 @@ class FitLoop:
             checkpoint_directory=arguments.checkpoint_directory,
         )
         weighting = class_weighting(arguments.class_weight)
-        with self._core.trainer.building_meanwhile():
-            stream, first = self._open(meanwhile=self._beside_first_batch(arguments, weighting))
-            preparation.prepare(first, weighting)
-            functions = self._core.functions
-            if arguments.class_weight and isinstance(functions, Compiled):
-                functions.check_classes(arguments.class_weight)
+        # A callback that resumes a run may leave no epoch even so.
+        has_epochs = arguments.initial_epoch < arguments.epochs
+        compiles = self.trains and has_epochs and not data.fits_memory
+        with core.trainer.building_meanwhile():
+            meanwhile = self._beside_first_batch(weighting) if compiles else None
+            stream, first = self._open(meanwhile=meanwhile)
             plan = Plan(stream, first, weighting, None, arguments)
+            batch = plan.unpack(first)
+            shared.prepare(batch)
+            if arguments.class_weight and isinstance(core.functions, Compiled):
+                core.functions.check_classes(arguments.class_weight)
             if not data.fits_memory:
-                self._core.choose_mesh(plan.unpack(first))
-            preparation.trace_rows(first, weighting, train=True, source=stream.source)
-            if self.trains and arguments.has_epochs and not data.fits_memory:
-                preparation.compile_ahead(stream, first, plan.unpack)
-        preparation.check_rows(first, weighting, train=True)
+                core.choose_mesh(batch)
+            shared.trace_rows(batch, train=True, source=stream.source, num_rows=first.num_rows)
+            if compiles:
+                shared.compile_ahead(stream, first, plan.unpack)
+        shared.check_rows(batch, train=True)
         if arguments.validation_data is not None:
-            preparation.check_rows(first, weighting, train=False)
+            shared.check_rows(batch, train=False)
         if data.fits_memory:
-            preparation.fit_memory(stream, first, plan.unpack)
+            shared.fit_memory(stream, first, plan.unpack)
         return plan
 
-    def _beside_first_batch(
-        self, arguments: FitArguments, weighting: Weighting | None
-    ) -> Meanwhile | None:
+    def _beside_first_batch(self, weighting: Weighting | None) -> Meanwhile | None:
         """Returns what prepares the step while the first batch is read; None if nothing can."""
-        is_new = self._core.require_compiled().functions is None
-        if not (self.trains and arguments.has_epochs and is_new):
-            return None
-        if self._core.has_open_mesh or self._core.fits_memory:
+        core = self._core
+        is_known = core.require_compiled().functions is not None
+        if is_known or core.has_open_mesh or core.fits_memory:
             return None
 
         def prepare(stream: EpochStream, announced: HostBatch) -> None:
-            preparation = self._shared.preparation
-            preparation.prepare_announced(announced, weighting)
-            preparation.trace_rows(announced, weighting, train=True)
-            preparation.compile_ahead(stream, announced, partial(to_batch, weighting=weighting))
+            batch = to_batch(announced, weighting)
+            self._shared.prepare_announced(batch)
+            self._shared.trace_rows(batch, train=True)
+            unpack = partial(to_batch, weighting=weighting)
+            self._shared.compile_ahead(stream, announced, unpack)
 
         return prepare
 
     def fit(self, plan: Plan) -> History:
         """Carries out the plan; returns the history, which one of the callbacks keeps."""
-        self._shared.intake.log_plan(plan.stream)
+        self._shared.log_plan(plan.stream)
         self._shared.resumption.begin(plan.stream, plan.arguments.initial_epoch)
         self._shared.resumption.describe_run(plan, unwrapped(self._callbacks.callbacks))
         self._plan = plan = replace(plan, validation=self._open_validation(plan))
         epochs = range(plan.arguments.initial_epoch, plan.arguments.epochs)
         if self.trains and plan.validation is not None and any(map(plan.validates_after, epochs)):
-            self._shared.preparation.compile_evaluation_ahead(plan.validation)
+            self._shared.compile_evaluation_ahead(plan.validation)
         counts = {"epochs": plan.arguments.epochs, "steps": plan.stream.num_steps}
         with self._callbacks.open("Model.fit", **counts) as self._hooks:
             self._recovery = Recovery(self._shared, self._hooks, self._call)
-            self._recovery.generations.begin(
-                lambda: self._core.why_not_elastic() or self._why_not_again()
-            )
+            self._call.begin(lambda: self._core.why_not_elastic() or self._why_not_again())
             try:
                 with self._core.fitting(), goodput.training():
                     self._run_epochs()
             except HasEnded:
-                return self.ended()
+                return self._ended()
         history = self._shared.progress.history
         assert history is not None
-        self._call.end({"epoch": history.epoch, "history": history.history})
+        self._call.report({"epoch": history.epoch, "history": history.history})
         return history
 
     def _why_not_again(self) -> str | None:
@@ -253,20 +245,19 @@ class FitLoop:
         held_out = DataArguments(
             x, y, weight, size, micro, distribute=arguments.distribute_validation
         )
-        validation = collectives.call_on_all_processes(lambda: self._shared.intake.source(held_out))
+        validation = collectives.call_on_all_processes(lambda: self._shared.source(held_out))
         compare_sources("Model.fit", "validation_data", validation)
-        self._shared.preparation.check_validation(validation)
+        self._shared.check_validation(validation)
         return validation
 
     def _run_epochs(self) -> None:
         """Trains epoch by epoch, from where callbacks resume it; saves and exits on request."""
-        plan, hooks, recovery = self._plan, self._hooks, self._recovery
-        progress = self._shared.progress
+        plan, hooks, progress = self._plan, self._hooks, self._shared.progress
         progress.stop_training = False
         hooks.call("on_train_begin", {})
         start = self._shared.resumption.take(plan.arguments.initial_epoch, plan.unpack(plan.first))
         goodput.account().begin_training(int(self._core.trainer.require_state().step))
-        if recovery.generations.joins:
+        if self._call.joins:
             start = self._go_on(None)
         is_over = False
         try:
@@ -275,19 +266,19 @@ class FitLoop:
                     if not is_over:
                         self._train_from(start)
                     self._core.trainer.of_group.end_training()
-                    recovery.generations.end()
+                    self._call.end()
                     break
                 except Exception as error:
-                    if not recovery.generations.is_loss(error):
+                    if not self._call.is_loss(error):
                         raise
                     start = self._go_on(error)
                     is_over = progress.stop_training and start.batch == 0
         except Preempted:
-            save_and_exit(self._shared.resumption.save_now, hooks, progress, recovery.logs)
+            save_and_exit(self._shared.resumption.save_now, hooks, progress, self._recovery.logs)
         optimizer = self._shared.state.optimizer
         if optimizer is not None and optimizer.use_ema:
             optimizer.use_average()  # Keras does the same.
-        hooks.call("on_train_end", recovery.logs)
+        hooks.call("on_train_end", self._recovery.logs)
 
     def _go_on(self, error: Exception | None) -> Place:
         """Returns where training goes on with other processes of an elastic job."""
@@ -324,7 +315,7 @@ class FitLoop:
             phase_hooks = self.step_hooks(
                 "train",
                 hooks,
-                note_step=recovery.generations.note_step,
+                note_step=self._call.note_step,
                 progress=progress,
                 read=self._core.training_logs,
                 stop=stop,
@@ -357,8 +348,7 @@ class FitLoop:
         phases.here().epoch = epoch + 1
         compilation, plan = self._core.require_compiled(), self._plan
         stream, trainer = plan.stream, self._core.trainer.of_group
-        is_threaded = not stream.source.in_memory
-        steps = _EpochSteps(self._core, hooks, plan.unpack, self._points, threaded=is_threaded)
+        steps = _EpochSteps(self._core, plan, hooks, self._points)
         if start is not None:
             steps.index, steps.sums = start.batch, start.sums
         elif kept := jax.tree.leaves(self._shared.progress.place.sums):
@@ -370,9 +360,15 @@ class FitLoop:
             first_step=steps.index + 1,
         )
         start_s = time.perf_counter()
-        had_ended = steps.index > 0 and self._was_asked_to_end()
+        had_ended = False
+        if steps.index > 0:
+            # The run that is resumed here may have been asked to end.
+            had_ended = collectives.any_process(
+                self._shared.progress.stop_training, where="start of the resumed epoch"
+            )
+            self._shared.progress.stop_training = had_ended
         if compilation.steps_per_execution is None and not had_ended:
-            self._time_steps(steps, hooks, batches, available=stream.num_steps)
+            steps.time(batches, available=stream.num_steps)
         if not (had_ended or hooks.is_over):
             steps.run(batches, num_steps=compilation.steps_per_execution or 1)
         if not steps.index and epoch > plan.arguments.initial_epoch:
@@ -393,35 +389,6 @@ class FitLoop:
         _report(epoch, steps.input_wait_s, epoch_s, logs["loss"])
         return logs
 
-    def _was_asked_to_end(self) -> bool:
-        """Returns whether the run that is resumed within an epoch had been asked to end there."""
-        progress = self._shared.progress
-        progress.stop_training = collectives.any_process(
-            progress.stop_training, where="start of the resumed epoch"
-        )
-        return progress.stop_training
-
-    def _time_steps(
-        self,
-        steps: "_EpochSteps",
-        hooks: PhaseHooks,
-        batches: Iterator[HostBatch],
-        *,
-        available: int | None,
-    ) -> None:
-        """Runs the first steps one by one, and chooses how many a program has on all processes."""
-        steps.run(islice(batches, _WARM_STEPS))
-        first = steps.index
-        start = time.perf_counter()
-        if not hooks.is_over:
-            steps.run(islice(batches, _TIMED_STEPS))
-        num_timed = steps.index - first
-        if num_timed == _TIMED_STEPS:
-            step_s = (time.perf_counter() - start) / num_timed
-            chosen = int(collectives.broadcast(choose_num_steps(step_s, available=available)))
-            self._core.require_compiled().steps_per_execution = chosen
-            logger.info("A step takes %.2g ms; %d step(s) per program.", step_s * 1000, chosen)
-
     def _validate(self) -> dict[str, float]:
         """Returns the logs of the validation data, under names with `val_`."""
         plan = self._plan
@@ -433,7 +400,7 @@ class FitLoop:
                 plan.arguments.validation_steps,
                 self._hooks,
                 self._points,
-                note_step=self._recovery.generations.note_step,
+                note_step=self._call.note_step,
             )
         return {f"val_{name}": value for name, value in found.items()}
 
@@ -441,28 +408,30 @@ class FitLoop:
 class _EpochSteps:
     """The steps of one epoch, run in parts."""
 
-    def __init__(
-        self,
-        core: Core,
-        hooks: PhaseHooks,
-        unpack: Callable[[HostBatch], Batch],
-        points: Points,
-        *,
-        threaded: bool,
-    ) -> None:
+    def __init__(self, core: Core, plan: Plan, hooks: PhaseHooks, points: Points) -> None:
         self.sums: Any = None
         self.index = 0  # Steps so far.
         self.input_wait_s = 0.0  # The devices had nothing to do but to wait for data.
         self._trainer: Trainer = core.trainer.of_group
-        self._known = core.require_compiled().compiled_kinds
-        self._hooks = hooks
-        self._unpack = unpack
-        self._points = points
+        self._compilation = core.require_compiled()
+        self._unpack, self._hooks, self._points = plan.unpack, hooks, points
+        self._threaded = not plan.stream.source.in_memory
         self._is_stopped = False
-        self._threaded = threaded
         self._has_started = "training" in _noted.get()
         # What is known of the batches that were compiled last, for errors.
         self._described: DeviceBatches | None = None
+
+    def time(self, batches: Iterator[HostBatch], *, available: int | None) -> None:
+        """Runs the first steps one by one, and chooses how many a program has on all processes."""
+        self.run(islice(batches, _WARM_STEPS))
+        first, start = self.index, time.perf_counter()
+        if not self._hooks.is_over:
+            self.run(islice(batches, _TIMED_STEPS))
+        if self.index - first == _TIMED_STEPS:
+            step_s = (time.perf_counter() - start) / _TIMED_STEPS
+            chosen = int(collectives.broadcast(choose_num_steps(step_s, available=available)))
+            self._compilation.steps_per_execution = chosen
+            logger.info("A step takes %.2g ms; %d step(s) per program.", step_s * 1000, chosen)
 
     def run(self, batches: Iterator[HostBatch], *, num_steps: int = 1) -> None:
         """Runs the steps of some batches, `num_steps` in one program, and waits for the last."""
@@ -506,7 +475,7 @@ class _EpochSteps:
             if item is None or self._is_stopped:
                 return
             self.index += item.num_steps
-            if self._hooks.announce(item, self._known):
+            if self._hooks.announce(item, self._compilation.compiled_kinds):
                 self._described = described(item)
             yield item
             self._hooks.note_step()

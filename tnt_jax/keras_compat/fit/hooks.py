@@ -44,6 +44,8 @@ class Progress:
 
 
 Phase = Literal["train", "test", "predict"]
+# What callbacks set to end a phase.
+_FLAGS = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,7 @@ class PhaseHooks:
         self._phase, self._start_ns, self._first = phase, 0, 0
         self._here = phases.here()
         self._trains = phase == "train"
-        self._flag = {"train": "stop_training", "test": "stop_evaluating"}.get(
-            phase, "stop_predicting"
-        )
+        self._flag = _FLAGS[phase]
         self._timeline = timeline.current()
         self._program: phases.Phase = "step"
         self._begin, self._end = f"on_{phase}_batch_begin", f"on_{phase}_batch_end"

@@ -1,14 +1,19 @@
-"""Prepares compiled steps for a first batch: variables, losses, metrics and checks."""
+"""Opens the data of calls, and prepares compiled steps for it: variables, losses and checks."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import jax
+import numpy as np
+
 from tnt_jax.adapters.base import CallError
-from tnt_jax.data.layout import micro_batch_size
-from tnt_jax.data.sources import HostBatch, Source
+from tnt_jax.data.arguments import check_arguments, is_arrays, is_taken_apart
+from tnt_jax.data.elements import unpack
+from tnt_jax.data.layout import ReadOptions, micro_batch_size, num_padded_rows
+from tnt_jax.data.sources import HostBatch, Source, array_source
 from tnt_jax.data.streams import EpochStream
 from tnt_jax.distributed.host import collectives
-from tnt_jax.distributed.host.collectives import raise_on_all_processes
 from tnt_jax.distributed.joining import runtime
 from tnt_jax.keras_compat.compiling.compilation import Compilation
 from tnt_jax.keras_compat.compiling.compiled import Compiled
@@ -21,65 +26,145 @@ from tnt_jax.keras_compat.compiling.row_checks import (
     real_rows,
     traced_dependence,
 )
-from tnt_jax.keras_compat.fit.data_intake import DataIntake, Weighting, require_targets, to_batch
+from tnt_jax.keras_compat.fit.data_intake import DataArguments, require_targets, to_batch
 from tnt_jax.keras_compat.fit.hooks import Progress
 from tnt_jax.keras_compat.fit.resume import Resumption
 from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.keras_compat.state.building import Builder, kinds
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.keras_compat.state.model_state import ModelState
+from tnt_jax.log import logger
 from tnt_jax.sharded import ShardedSteps
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.trainer import local_outputs, preparation_of, steps_per_program, trace_outputs
 
 
-class Preparation:
-    """Prepares a compiled model for its data."""
+class Shared:
+    """What all calls of a `Model` share: its state, and how its steps are prepared for data."""
 
-    def __init__(self, core: Core, state: ModelState, builder: Builder) -> None:
-        self._core = core
-        self._state = state
-        self._builder = builder
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.progress = Progress()
+        self.builder = Builder(core)
+        self.state = ModelState(core)
+        self.resumption = Resumption(core, self.progress)
 
-    def prepare(self, first: HostBatch, weighting: Weighting | None = None) -> None:
-        """Creates variables and compiled functions for data like `first`, and checks the data."""
-        compilation = self._core.require_compiled()
-        batch = to_batch(first, weighting)
-        if compilation.needs_targets:
-            require_targets(batch)
-        self._builder.build_for(batch)
-        kind = kinds((batch.inputs, batch.targets))
+    def source(self, data: DataArguments) -> Source:
+        """Returns the source of the global batches."""
+        x, y, sample_weight = data.x, data.y, data.sample_weight
+        if self._is_taken_apart(data):
+            x, y, sample_weight = unpack(x if isinstance(x, tuple) else tuple(x))
+        if data.predicts:
+            y = sample_weight = None
+        check_arguments(x, y, sample_weight)
+        reading = self._reading(data)
+        if is_arrays(x):
+            return array_source(x, y, sample_weight, reading)
+        # The readers of all other kinds of data are imported with the first of it.
+        from tnt_jax.data.dispatch import as_source
+
+        return as_source(x, y, sample_weight, reading)
+
+    def log_plan(self, stream: EpochStream) -> None:
+        """Logs once how the data is distributed."""
+        source = stream.source
+        rank_slice = self.core.trainer.rank_slice
+        num_ranks = rank_slice.num_ranks
+        size, examples, steps = source.global_batch_size, source.num_examples, stream.num_steps
+        logger.info(
+            "Global batch %s = %s rows on each of %d %s; %s examples, %s steps per epoch; %s "
+            "padded row(s) per full batch, %s in the last one; shuffle seed %d.",
+            size,
+            None if size is None else micro_batch_size(size, num_ranks),
+            num_ranks,
+            rank_slice.kind,
+            examples or "an unknown number of",
+            steps or "an unknown number of",
+            None if size is None else num_padded_rows(size, num_ranks),
+            num_padded_rows(examples % size or size, num_ranks) if size and examples else "unknown",
+            self.core.options.seed,
+        )
+
+    def _reading(self, data: DataArguments) -> ReadOptions:
+        if not data.distribute and self.core.trainer.runtime.shares_ranks:
+            raise ValueError(
+                "tnt_distribute_dataset=False needs processes with rows of their own, but on this "
+                "mesh several processes work on the same rows. Give each process all devices of "
+                "the axes 'stage' and 'tensor', or let tnt_jax distribute the data."
+            )
+        trainer = self.core.trainer
+        rank_slice = (trainer.of_group if data.trains else trainer).rank_slice
+        options = self.core.options
+        sizes = (data.batch_size, data.rows_per_rank)
+        return ReadOptions(
+            rank_slice, *sizes, data.shuffle, options.seed, data.distribute, options.reproducible
+        )
+
+    def _is_taken_apart(self, data: DataArguments) -> bool:
+        """Returns whether `x` alone is `(inputs, targets[, weights])` and not several inputs."""
+        if data.is_inputs or not is_taken_apart(data.x, data.y, data.sample_weight):
+            return False
+        if not data.predicts:
+            return self.core.compilation is not None and self.core.calls_model
+        num = self.core.trainer.rank_slice.local_ranks
+        few = jax.tree.map(
+            lambda x: np.zeros((num, *np.shape(x)[1:]), np.asarray(x[:1]).dtype), data.x
+        )
+        problem_of = self.builder.problem_of_inputs
+        return problem_of(few) is not None and problem_of(few[0]) is None
+
+    def prepare(self, batch: Batch) -> None:
+        """Creates variables and compiled functions for data like `batch`, and checks the data."""
+        compilation, kind = self._build_for(batch)
         if kind in compilation.known_kinds:
             return
         if compilation.announced_kind not in (None, kind):
             compilation.functions = None
         compilation.announced_kind = None
         try:
-            functions = self._fitted(compilation, batch)
+            functions, outputs, activations = self._traced(batch)
+            if isinstance(functions, Compiled):
+                check = partial(functions.check_first_batch, batch.targets, rows=real_rows(batch))
+                collectives.call_on_all_processes(check)
+                functions.check_traced(outputs, activations, batch.targets)
+                looks_at_outputs = any(spec.looks_at_outputs for spec in functions.specs)
+                if looks_at_outputs and not compilation.known_kinds:
+                    local = local_outputs(self.core.trainer, batch)
+                    collectives.call_on_all_processes(partial(check, local))
         except CallError as error:
             # The message says what to do; the traceback does not help.
             raise CallError(str(error)) from None
         if compilation.functions is None:
-            self._compile(compilation, functions)
+            self._compile(functions)
         compilation.known_kinds.add(kind)
 
-    def prepare_announced(self, announced: HostBatch, weighting: Weighting | None) -> None:
+    def prepare_announced(self, announced: Batch) -> None:
         """Creates variables and compiled functions for data that is still being read.
 
         `prepare` follows, and checks the data. All processes must call it.
         """
-        compilation = self._core.require_compiled()
-        batch = to_batch(announced, weighting)
-        if compilation.needs_targets:
+        compilation, kind = self._build_for(announced)
+        self._compile(self._traced(announced)[0])
+        compilation.announced_kind = kind
+
+    def _build_for(self, batch: Batch) -> tuple[Compilation, Any]:
+        """Creates missing variables; returns the compilation and the kind of data."""
+        compilation = self.core.require_compiled()
+        arguments = compilation.arguments
+        if jax.tree.leaves((arguments.loss, arguments.metrics, arguments.weighted_metrics)):
             require_targets(batch)
-        self._builder.build_for(batch)
-        if (objective := compilation.arguments.objective) is not None:
-            functions = CompiledObjective(objective)
-        else:
-            outputs, _ = trace_outputs(self._core.trainer, batch)
-            functions = self._compared(compilation, outputs, batch)
-        self._compile(compilation, functions)
-        compilation.announced_kind = kinds((batch.inputs, batch.targets))
+        self.builder.build_for(batch)
+        return compilation, kinds((batch.inputs, batch.targets))
+
+    def _traced(self, batch: Batch) -> tuple[Compiled | CompiledObjective, Any, Any]:
+        """Returns losses and metrics for a kind of data, and the trace that they were made for."""
+        arguments = self.core.require_compiled().arguments
+        if arguments.objective is not None:
+            return CompiledObjective(arguments.objective), None, None
+        outputs, activations = trace_outputs(self.core.trainer, batch)
+        module = self.core.module
+        declared = getattr(module, "output_names", None) if is_keras(module) else None
+        return Compiled(arguments, outputs, batch.targets, declared), outputs, activations
 
     def compile_ahead(
         self, stream: EpochStream, first: HostBatch, unpack: Callable[[HostBatch], Batch]
@@ -88,18 +173,16 @@ class Preparation:
 
         Called after `Core.choose_mesh`. Steps that share a program need an epoch that has so many.
         """
-        compilation, trainer = self._core.require_compiled(), self._core.trainer.of_group
+        compilation, trainer = self.core.require_compiled(), self.core.trainer.of_group
         prepare = preparation_of(trainer, unpack, threaded=not stream.source.in_memory)
         if runtime.is_to_join():
             # It has its steps from the others, and has to trace the sums alone.
             trainer.programs.zero_sums(prepare([first]), trainer.described())
             return
         num_steps = compilation.steps_per_execution or 1
-        if trainer.steps.fused is None or compilation.compiled_kinds:
-            return
-        if num_steps > 1 and (stream.num_steps or 0) < num_steps:
-            return
-        trainer.ahead.start(lambda: trainer.lower(prepare([first] * num_steps)))
+        are_enough = num_steps == 1 or (stream.num_steps or 0) >= num_steps
+        if trainer.steps.fused is not None and not compilation.compiled_kinds and are_enough:
+            trainer.ahead.start(lambda: trainer.lower(prepare([first] * num_steps)))
 
     def fit_memory(
         self, stream: EpochStream, first: HostBatch, unpack: Callable[[HostBatch], Batch]
@@ -108,9 +191,8 @@ class Preparation:
 
         A ValueError says that no step fits.
         """
-        trainer, compilation = self._core.trainer, self._core.require_compiled()
+        trainer, compilation = self.core.trainer, self.core.require_compiled()
         num_steps = min(compilation.steps_per_execution or 1, stream.num_steps or 1)
-
         prepare = preparation_of(trainer, unpack, threaded=not stream.source.in_memory)
 
         def trace() -> Any:
@@ -119,33 +201,29 @@ class Preparation:
             return several or trainer.trace(prepare([first]))
 
         trainer.ahead.wait()
-        self._core.fit_memory("fit", unpack(first), trace)
+        self.core.fit_memory("fit", unpack(first), trace)
 
     def trace_rows(
-        self,
-        first: HostBatch,
-        weighting: Weighting | None = None,
-        *,
-        train: bool,
-        source: Source | None = None,
+        self, batch: Batch, *, train: bool, source: Source | None = None, num_rows: int = 0
     ) -> None:
         """Chooses the step by whether rows depend on one another, if the program says so.
 
         Called before `compile_ahead`; `check_rows` runs the program where that does not suffice.
+        The source, if it is known, has `num_rows` rows in its first batch.
         """
-        compilation, core = self._core.require_compiled(), self._core
+        compilation, core = self.core.require_compiled(), self.core
         if train in compilation.traced_rows or not core.cares_for_rows:
             return
         functions = compilation.functions
         assert functions is not None
-        batch, per_row = to_batch(first, weighting), functions.per_row(core.adapter)
+        per_row = functions.per_row(core.adapter)
         dependence, is_known = traced_dependence(
             core.trainer,
             batch,
             per_row,
             train=train,
             sizes=functions.has_own_losses,
-            last_rows=_last_rows(source, first.num_rows, core.trainer.rank_slice.num_ranks),
+            last_rows=_last_rows(source, num_rows, core.trainer.rank_slice.num_ranks),
         )
         compilation.traced_rows.add(train)
         reason = dependence or (self._why_rows_move(batch, per_row) if train else None)
@@ -154,7 +232,7 @@ class Preparation:
 
     def _why_rows_move(self, batch: Batch, per_row: PerRow) -> str | None:
         """Returns why a step had better move rows than parameters; None if it had not."""
-        core = self._core
+        core = self.core
         # mesh="auto" has measured the step that gathers.
         is_measured = core.has_open_mesh or core.memory_choice is not None
         if not isinstance(core.trainer.steps, ShardedSteps) or is_measured:
@@ -164,27 +242,25 @@ class Preparation:
             return None
         return core.trainer.steps.why_rows_move(core.trainer.described().params, nbytes)
 
-    def check_rows(
-        self, first: HostBatch, weighting: Weighting | None = None, *, train: bool
-    ) -> None:
+    def check_rows(self, batch: Batch, *, train: bool) -> None:
         """Chooses the step by whether rows depend on one another; all processes must call it.
 
         The check runs once per `compile` for training and once for evaluation.
         """
-        self.trace_rows(first, weighting, train=train)
-        compilation, core = self._core.require_compiled(), self._core
+        self.trace_rows(batch, train=train)
+        compilation, core = self.core.require_compiled(), self.core
         if train in compilation.checked_rows or not core.cares_for_rows:
             return
         functions = compilation.functions
         assert functions is not None
-        batch, per_row = to_batch(first, weighting), functions.per_row(core.adapter)
-        sizes = functions.has_own_losses
-        dependence = self._seen_dependence(batch, per_row, train=train, sizes=sizes)
-        self._choose_step(dependence, train=train)
+        per_row, sizes = functions.per_row(core.adapter), functions.has_own_losses
+        self._choose_step(
+            self._seen_dependence(batch, per_row, train=train, sizes=sizes), train=train
+        )
 
     def check_outputs(self, batch: Batch) -> None:
         """Does for the model's outputs alone what `check_rows` does; for prediction."""
-        core = self._core
+        core = self.core
         is_checked = core.compilation is not None and False in core.compilation.checked_rows
         if is_checked or core.knows_outputs or not core.cares_for_rows:
             return
@@ -201,21 +277,21 @@ class Preparation:
 
     def _seen_dependence(self, batch: Batch, per_row: PerRow, **options: bool) -> str | None:
         """Returns how rows depend on one another, as any process finds by running the function."""
-        found = dependence_of_rows(self._core.trainer, batch, per_row, **options)
+        found = dependence_of_rows(self.core.trainer, batch, per_row, **options)
         notes = collectives.agree("check of rows", {}, note=found)
         return next(filter(None, notes), None)
 
     def _choose_step(self, dependence: str | None, *, train: bool) -> None:
-        compilation = self._core.require_compiled()
+        compilation = self.core.require_compiled()
         compilation.dependence = compilation.dependence or dependence
         compilation.checked_rows.add(train)
-        self._core.choose_step_of_rows()
+        self.core.choose_step_of_rows()
 
     def check_validation(self, source: Source) -> None:
         """Raises a ValueError if available validation data does not fit the model or the losses."""
         if source.in_memory:
             try:
-                self.prepare(next(source.batches(0)))
+                self.prepare(to_batch(next(source.batches(0))))
             except ValueError as error:
                 raise ValueError(f"validation_data does not fit. {error}") from None
 
@@ -224,11 +300,10 @@ class Preparation:
 
         Called after `compile_ahead` and `check_validation`. Data must be in memory or announced.
         """
-        compilation, trainer = self._core.require_compiled(), self._core.trainer
-        if trainer.steps.fused is None or compilation.compiled_kinds:
+        compilation, trainer = self.core.require_compiled(), self.core.trainer
+        wanted = compilation.steps_per_execution  # None until the first epoch chooses it.
+        if trainer.steps.fused is None or compilation.compiled_kinds or wanted is None:
             return
-        if compilation.steps_per_execution is None:
-            return  # The first epoch chooses it.
         announce = getattr(source, "announce", lambda: None)
         first = next(source.batches(0)) if source.in_memory else announce()
         if first is None:
@@ -236,7 +311,7 @@ class Preparation:
         batch = to_batch(first)
         if kinds((batch.inputs, batch.targets)) not in compilation.known_kinds:
             return
-        num_steps = steps_per_program(trainer, compilation.steps_per_execution, batch)
+        num_steps = steps_per_program(trainer, wanted, batch)
         if num_steps > 1 and (source.num_batches or 0) < num_steps:
             return
         prepare = preparation_of(trainer, to_batch, threaded=not source.in_memory)
@@ -244,46 +319,12 @@ class Preparation:
             lambda: trainer.trace_evaluation(prepare([first] * num_steps)).lower()
         )
 
-    def _fitted(self, compilation: Compilation, batch: Batch) -> Compiled | CompiledObjective:
-        """Returns the losses and metrics for a new kind of data, after checking them against it."""
-        arguments = compilation.arguments
-        trainer = self._core.trainer
-        if arguments.objective is not None:
-            return CompiledObjective(arguments.objective)
-        outputs, activations = trace_outputs(trainer, batch)
-        compiled = self._compared(compilation, outputs, batch)
-        raise_on_all_processes(_problem_of_first_batch(compiled, batch, None))
-        compiled.check_traced(outputs, activations, batch.targets)
-        if not compilation.known_kinds and compiled.looks_at_outputs:
-            raise_on_all_processes(
-                _problem_of_first_batch(compiled, batch, local_outputs(trainer, batch))
-            )
-        return compiled
-
-    def _compared(self, compilation: Compilation, outputs: Any, batch: Batch) -> Compiled:
-        module = self._core.module
-        declared = getattr(module, "output_names", None) if is_keras(module) else None
-        return Compiled(compilation.arguments, outputs, batch.targets, declared)
-
-    def _compile(self, compilation: Compilation, functions: Compiled | CompiledObjective) -> None:
+    def _compile(self, functions: Compiled | CompiledObjective) -> None:
         """Chooses what the steps compute; they are compiled on their first run."""
-        self._state.start_optimizer()
-        self._core.compile_steps(functions)
-        compilation.functions = functions
+        self.state.start_optimizer()
+        self.core.compile_steps(functions)
+        self.core.require_compiled().functions = functions
         runtime.log_start_phase("weights made")
-
-
-class Shared:
-    """State that `fit`, `evaluate`, `predict` and the calls for single batches share."""
-
-    def __init__(self, core: Core) -> None:
-        self.core = core
-        self.progress = Progress()
-        self.builder = Builder(core)
-        self.state = ModelState(core)
-        self.intake = DataIntake(core, self.builder)
-        self.preparation = Preparation(core, self.state, self.builder)
-        self.resumption = Resumption(core, self.progress)
 
 
 def _last_rows(source: Source | None, batch_rows: int, num_ranks: int) -> int:
@@ -294,12 +335,3 @@ def _last_rows(source: Source | None, batch_rows: int, num_ranks: int) -> int:
     is_smaller = num_ranks > 1 and 0 < rest < batch_rows
     last_rows, rows = (micro_batch_size(x, num_ranks) for x in (rest, batch_rows))
     return last_rows if is_smaller and last_rows < rows else 0
-
-
-def _problem_of_first_batch(compiled: Compiled, batch: Batch, outputs: Any) -> ValueError | None:
-    """Returns what is wrong with this process's rows of the first batch, and outputs if given."""
-    try:
-        compiled.check_first_batch(outputs, batch.targets, rows=real_rows(batch))
-    except ValueError as error:
-        return error
-    return None

@@ -70,13 +70,11 @@ def choose_directory(resume: Any, callbacks: Any) -> Path | None:
 
     The calls of a script are numbered in their order, so that each finds its own again.
     """
-    if not (
-        resume is None or isinstance(resume, os.PathLike) or (isinstance(resume, str) and resume)
-    ):
+    is_path = isinstance(resume, os.PathLike) or (isinstance(resume, str) and resume)
+    if resume is not None and not is_path:
         raise ValueError(f"resume must be None, 'auto' or a directory, but is {resume!r}.")
     directory = os.environ.get(_DIR)
-    backs_up = any(first_base(item, ["BackupAndRestore"]) for item in unwrapped(callbacks))
-    if backs_up:
+    if any(first_base(item, ["BackupAndRestore"]) for item in unwrapped(callbacks)):
         if resume is None:
             return None
         raise ValueError(
@@ -86,15 +84,13 @@ def choose_directory(resume: Any, callbacks: Any) -> Path | None:
     if resume is None and not directory:
         storage, report = ray_storage(), _ray_report(callbacks)
         reports_metrics_alone = report is not None and report.save_freq is None
-        return None if storage is None or reports_metrics_alone else _next_of(storage.folder)
-    if resume is None or resume == "auto":
-        base = Path(directory) if directory else Path("checkpoints", _script_name())
+        if storage is None or reports_metrics_alone:
+            return None
+        base = storage.folder
+    elif resume is None or resume == "auto":
+        base = (Path(directory) if directory else Path("checkpoints", _script_name())).absolute()
     else:
-        base = Path(resume)
-    return _next_of(base.absolute())
-
-
-def _next_of(base: Path) -> Path:
+        base = Path(resume).absolute()
     _fits.get()[base] += 1
     return base / f"fit-{_fits.get()[base]}"
 
@@ -294,7 +290,7 @@ class Resumption:
         self.save_now: Callable[[], bool] | None = None
         self._stream: EpochStream | None = None
         self._first_epoch = 0
-        self._resumed: tuple[Position, int, list[np.ndarray]] | None = None
+        self._resumed: Place | None = None
         self.run: Run | None = None
         self._ignored: Collection[str] = ()
 
@@ -362,9 +358,8 @@ class Resumption:
         batch = batches_done(
             position, data, self._stream, self._first_epoch, is_accumulating=is_accumulating
         )
-        position = Position(position.epoch, batch)
-        self._resumed = (position, data["rows"], sums)
-        return position
+        self._resumed = Place(position.epoch, batch, data["rows"], sums)
+        return Position(position.epoch, batch)
 
     def enter_epoch(self, epoch: int) -> None:
         """Says that training is before the first step of an epoch."""
@@ -410,18 +405,16 @@ class Resumption:
         epoch, self.initial_epoch = self.initial_epoch or initial_epoch, None
         if resumed is None:
             return Place(epoch)
-        position, rows, leaves = resumed
-        if not leaves:
-            return Place(position.epoch, position.batch, rows)
+        if not resumed.sums:
+            return resumed._replace(sums=None)
         trainer = self._core.trainer.of_group
         try:
-            sums = trainer.host_sums(trainer.own_rows(leaves), first)
+            return resumed._replace(sums=trainer.host_sums(trainer.own_rows(resumed.sums), first))
         except ValueError as error:
             raise ValueError(
                 f"The metrics cannot change within an epoch, and the checkpoint is within epoch "
-                f"{position.epoch + 1}: compile with those of the interrupted run."
+                f"{resumed.epoch + 1}: compile with those of the interrupted run."
             ) from error
-        return Place(position.epoch, position.batch, rows, sums)
 
 
 @contextmanager

@@ -57,13 +57,14 @@ class SingleBatches:
                 "is the last of a round. Use fit, or tnt_jax.local_steps in a custom training loop."
             )
         weighting = class_weighting(class_weight)
-        trainer = self._core.trainer
         first = self._single(x, y, sample_weight)
-        self._shared.preparation.prepare(first, weighting)
-        self._core.choose_mesh(to_batch(first, weighting))
-        self._shared.preparation.check_rows(first, weighting, train=True)
+        batch = to_batch(first, weighting)
+        self._shared.prepare(batch)
+        self._core.choose_mesh(batch)
+        self._shared.check_rows(batch, train=True)
         with self._fed(first, weighting) as feed:
-            self._shared.progress.epoch_sums = trainer.train_epoch(feed, CountedRows())
+            sums = self._core.trainer.train_epoch(feed, CountedRows())
+        self._shared.progress.epoch_sums = sums
         self._core.write_back_outside_fit()
         return self._results(return_dict)
 
@@ -74,8 +75,8 @@ class SingleBatches:
         """Evaluates one batch; arguments, result and errors are those of `train_on_batch`."""
         self._core.require_compiled()
         first = self._single(x, y, sample_weight)
-        self._shared.preparation.prepare(first)
-        self._shared.preparation.check_rows(first, train=False)
+        self._shared.prepare(to_batch(first))
+        self._shared.check_rows(to_batch(first), train=False)
         with self._fed(first) as feed:
             self._shared.progress.epoch_sums = self._core.trainer.evaluate(feed, CountedRows())
         return self._results(return_dict)
@@ -85,7 +86,7 @@ class SingleBatches:
         """Returns all outputs `[rows, ...]` for one batch as NumPy arrays, on every process."""
         first = self._single(x, None, None, is_inputs=True)
         self._shared.builder.build_for(to_batch(first))
-        self._shared.preparation.check_outputs(to_batch(first))
+        self._shared.check_outputs(to_batch(first))
         with self._fed(first) as feed:
             return self._core.trainer.predict(feed, CountedRows())
 
@@ -122,7 +123,7 @@ class SingleBatches:
         """Returns this process's rows of one global batch."""
         check_not_alone("A call for a single batch")
         data = DataArguments(x, y, sample_weight, is_inputs=is_inputs)
-        num_rows = self._shared.intake.source(data).num_examples if is_arrays(x) else None
+        num_rows = self._shared.source(data).num_examples if is_arrays(x) else None
         if num_rows is None:
             raise ValueError(
                 "A single batch must be an array, or a list or dict of arrays, but x is a "
@@ -130,7 +131,7 @@ class SingleBatches:
             )
         # A batch with fewer rows than ranks is padded like a last batch.
         size = max(num_rows, self._core.trainer.rank_slice.num_ranks)
-        return next(iter(self._shared.intake.source(replace(data, batch_size=size)).batches(0)))
+        return next(iter(self._shared.source(replace(data, batch_size=size)).batches(0)))
 
     @contextmanager
     def _fed(self, first: HostBatch, weighting: Weighting | None = None) -> Iterator[Any]:

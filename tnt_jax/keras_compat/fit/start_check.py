@@ -74,7 +74,10 @@ def compare_starts(
             "steps_per_execution": compilation.steps_per_execution,
             "compile was called since the last fit": compilation.functions is None,
         }
-    compare(call, values | installed_versions() | _of_jax(core), advice=_ADVICE)
+    settings = {name: getattr(jax.config, name, None) for name in _JAX_SETTINGS}
+    reduction = getattr(core.trainer.steps, "reduction", None)
+    settings |= {"sum of gradients": str(reduction), "platform": core.trainer.runtime.platform}
+    compare(call, values | installed_versions() | settings, advice=_ADVICE)
 
 
 def compare_sources(call: str, what: str, source: Source) -> None:
@@ -176,13 +179,6 @@ def describe_compilation(core: Core, compilation: Compilation) -> dict[str, str]
     return values
 
 
-def _of_jax(core: Core) -> dict[str, Any]:
-    """Returns the settings of JAX, and how gradients are summed."""
-    values = {name: getattr(jax.config, name, None) for name in _JAX_SETTINGS}
-    reduction = getattr(core.trainer.steps, "reduction", None)
-    return values | {"sum of gradients": str(reduction), "platform": core.trainer.runtime.platform}
-
-
 # They do not change while a process runs.
 @functools.cache
 def installed_versions() -> dict[str, str]:
@@ -242,10 +238,14 @@ class Divergence:
         where = f"end of epoch {epoch}"
         stops = self._compare(state, where, _IN_TRAINING, stops=stop_training)
         if self._forbids_single_stop and any(stops) and not all(stops):
+            stopping, others = (
+                ", ".join(str(process) for process, stop in enumerate(stops) if stop == wanted)
+                for wanted in (True, False)
+            )
             raise RuntimeError(
-                f"stop_training is True on the process(es) {_numbers(stops, True)} and False on "
-                f"{_numbers(stops, False)}. A callback must decide alike on every process: from "
-                "the logs, which are the same everywhere, and not inside OnMaster."
+                f"stop_training is True on the process(es) {stopping} and False on {others}. A "
+                "callback must decide alike on every process: from the logs, which are the same "
+                "everywhere, and not inside OnMaster."
             )
         return any(stops)
 
@@ -331,7 +331,3 @@ def _kind_of_devices() -> str:
     """Returns what decides how the devices of this process round."""
     kinds = sorted({device.device_kind for device in jax.local_devices()})
     return f"CPU {cpu_kind()}" if kinds == ["cpu"] else ", ".join(kinds)
-
-
-def _numbers(stops: Sequence[bool], wanted: bool) -> str:
-    return ", ".join(str(process) for process, stop in enumerate(stops) if stop == wanted)

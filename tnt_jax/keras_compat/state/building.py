@@ -106,15 +106,6 @@ class Builder:
         self._known_structures: set[Any] = set()
         self._known_inputs: dict[Any, str] = {}
 
-    def build(self, inputs: Any) -> None:
-        """Creates missing variables for a shape or a pytree of samples; see `Model.build`."""
-        is_shape = isinstance(inputs, (tuple, list)) and all(
-            size is None or isinstance(size, int) for size in inputs
-        )
-        sample = jax.ShapeDtypeStruct((1, *inputs[1:]), np.float32) if is_shape else inputs
-        self._core.trainer.build(sample)
-        self._core.trainer.require_state()  # Errors of the program that makes variables come here.
-
     def problem_of_inputs(self, inputs: Any) -> ValueError | None:
         """Returns what is wrong with inputs; if the signature does not tell, the model is built."""
         module = self._core.module

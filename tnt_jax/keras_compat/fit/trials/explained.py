@@ -19,7 +19,6 @@ from tnt_jax.keras_compat.callbacks.callback_list import overrides
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments, Plan
 from tnt_jax.keras_compat.fit.fit_loop import FitLoop
 from tnt_jax.keras_compat.fit.hooks import PhaseHooks
-from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.fit.trials.timed import check_sums, step_to_tune
 from tnt_jax.train.contracts import CountedRows, Hooks
 from tnt_jax.train.execution import DeviceBatches, stack
@@ -54,50 +53,36 @@ class ExplainLoop(FitLoop):
 
     def fit(self, plan: Plan) -> NoReturn:
         """Reports to the launcher, on the master, and hands back to the entry of the process."""
-        callbacks = self._callbacks
-        given = flat(callbacks.callbacks)
+        given = flat(self._callbacks.callbacks)
         saving = [c for c in given if first_base(getattr(c, "callback", c), _SAVING) is not None]
-        kept = replace(callbacks, callbacks=[c for c in given if c not in saving])
-        counts = {"epochs": plan.arguments.epochs, "steps": plan.stream.num_steps}
-        with kept.open("Model.fit", **counts) as opened, self._core.fitting():
-            seen = {**counts, "verbose": callbacks.verbose, "model": callbacks.model}
-            measured = _Steps(self._shared, plan, opened, seen).explained()
+        kept = replace(self._callbacks, callbacks=[c for c in given if c not in saving])
+        self._plan, self._trainer = plan, self._core.trainer
+        self._num_steps = self._core.require_compiled().steps_per_execution or 1
+        self._reading = Reading(plan.stream, KEPT * self._num_steps)
+        self._index, self._sums = 0, None
+        self._counts = {"epochs": plan.arguments.epochs, "steps": plan.stream.num_steps}
+        with kept.open("Model.fit", **self._counts) as self._hooks, self._core.fitting():
+            measured = self._explained()
         left_out = [type(callback).__name__ for callback in unwrapped(saving)]
         report(measured | {"callbacks_left_out": left_out})
 
-
-class _Steps:
-    """The steps of a `fit`, with one thing after another removed."""
-
-    def __init__(
-        self, shared: Shared, plan: Plan, callbacks: CallbackList, seen: dict[str, Any]
-    ) -> None:
-        self._core, self._shared, self._plan = shared.core, shared, plan
-        # The callbacks, and what they see.
-        self._callbacks, self._seen = callbacks, seen
-        self._trainer: Trainer = shared.core.trainer
-        self._num_steps = shared.core.require_compiled().steps_per_execution or 1
-        self._threaded = not plan.stream.source.in_memory
-        self._reading = Reading(plan.stream, KEPT * self._num_steps)
-        self._index, self._sums = 0, None
-
-    def explained(self) -> dict[str, Any]:
-        """Returns all times and what was tried, as JSON values."""
+    def _explained(self) -> dict[str, Any]:
+        """Returns the times of steps with one thing after another removed, as JSON values."""
         phases.here().epoch = 1
         stream = self._plan.stream
         full = full_batches(stream, first_epoch=self._plan.arguments.initial_epoch)
         read = read_in_lockstep(full, stream.source, where="the explained steps")
         items = self._reading.noted(read)
         kept = list(islice(items, KEPT * self._num_steps))
-        self._callbacks.call("on_train_begin", {})
+        self._hooks.call("on_train_begin", {})
         prepare = preparation_of(self._trainer, self._plan.unpack, threaded=True)
-        self._callbacks.call("on_epoch_begin", 0, {})
+        self._hooks.call("on_epoch_begin", 0, {})
         group, counting = prepare(kept[: self._num_steps]), CountedRows()
         self._run(iter([group]), counting)
         explaining = Explaining(self._trainer.runtime, self._num_steps, "fit")
         with self._feed(items) as feed, self._feed(cycle(kept)) as of_kept:
             whole, again = iter(feed), iter(of_kept)
-            hooks = self._hooks(self._callbacks)
+            hooks = self._hooks_of_steps(self._hooks)
             kinds: dict[str, Callable[[int], None]] = {
                 "as is": lambda n: self._run(islice(whole, n), hooks),
                 "no callbacks": lambda n: self._run(islice(whole, n), counting),
@@ -128,11 +113,11 @@ class _Steps:
             self._trainer,
             items,
             self._plan.unpack,
-            threaded=self._threaded,
+            threaded=not self._plan.stream.source.in_memory,
             num_steps=self._num_steps,
         )
 
-    def _hooks(self, callbacks: CallbackList) -> PhaseHooks:
+    def _hooks_of_steps(self, callbacks: CallbackList) -> PhaseHooks:
         return PhaseHooks(
             "train",
             callbacks,
@@ -195,16 +180,19 @@ class _Steps:
         self, explaining: Explaining, whole: Iterator[DeviceBatches]
     ) -> None:
         """Leaves out the callbacks of each class that does something between steps."""
-        plain = self._callbacks.callbacks
-        acting = [c for c in plain if any(overrides(c, hook) for hook in _BATCH_HOOKS)]
+        plain = self._hooks.callbacks
+        of_steps = ("on_train_batch_begin", "on_train_batch_end")
+        acting = [c for c in plain if any(overrides(c, hook) for hook in of_steps)]
         # The master has callbacks that the others lack, such as the bar.
         names = broadcast_object(sorted({type(callback).__name__ for callback in acting}))
         kinds: dict[str, Callable[[int], None]] = {
-            "": lambda n: self._run(islice(whole, n), self._hooks(self._callbacks))
+            "": lambda n: self._run(islice(whole, n), self._hooks_of_steps(self._hooks))
         }
+        of_fit = self._callbacks
+        seen = {**self._counts, "verbose": of_fit.verbose, "model": of_fit.model}
         for name in names:
             others = [callback for callback in plain if type(callback).__name__ != name]
-            hooks = self._hooks(CallbackList(others, **self._seen))
+            hooks = self._hooks_of_steps(CallbackList(others, **seen))
             kinds[name] = lambda n, hooks=hooks: self._run(islice(whole, n), hooks)
         timed = explaining.time(kinds)
         for name in names:
@@ -245,6 +233,3 @@ class _Steps:
             explaining.note_trial(
                 "sums", candidate.setting, used.seconds, seconds, exact=candidate.is_exact
             )
-
-
-_BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end")

@@ -39,9 +39,13 @@ class RecordedLoop(FitLoop):
         """Does the same as for training, with the global batch of the lowest number of ranks."""
         arguments = replace(arguments, validation_data=None)
         plan = super().prepare(scaled(self._core, data), arguments)
-        compilation = self._core.require_compiled()
-        compilation.steps_per_execution = 1
-        problem = self._change(plan)
+        self._core.require_compiled().steps_per_execution = 1
+        problem = None
+        if self._recorder.kind == "passes":
+            self._core.ask_for_passes()
+            problem = self._core.compute_in_two_passes(plan.unpack(plan.first))
+        elif self._recorder.kind == "sharded":
+            problem = self._core.shard_optimizer_state()
         if problem is not None:
             self._recorder.leave_out(f"{problem}.")
         return replace(plan, arguments=replace(plan.arguments, validation_data=None))
@@ -56,7 +60,10 @@ class RecordedLoop(FitLoop):
         if first and plan.stream.steps_per_epoch is None:
             kept.append(_StartAt(first))
         if self._recorder.kind in ("killed", "resumed"):
-            kept.append(BackupAndRestore(self._folder(), _NEVER, delete_checkpoint=False))
+            folder = self._core.trainer.runtime.settings.checkpoint_dir
+            assert folder is not None, "The launcher says where."
+            verify = Path(folder) / "verify"
+            kept.append(BackupAndRestore(verify, _NEVER, delete_checkpoint=False))
         self._callbacks = replace(self._callbacks, callbacks=kept, verbose=0)
         super().fit(plan)
         raise TrialsDone
@@ -75,19 +82,6 @@ class RecordedLoop(FitLoop):
     def _recorder(self) -> Recorder:
         trainer = self._core.trainer
         return Recorder(trainer.runtime, trainer.gather)
-
-    def _change(self, plan: Plan) -> str | None:
-        """Lets steps run as it was asked for; returns why they cannot, or None."""
-        kind = self._recorder.kind
-        if kind == "passes":
-            self._core.ask_for_passes()
-            return self._core.compute_in_two_passes(plan.unpack(plan.first))
-        return self._core.shard_optimizer_state() if kind == "sharded" else None
-
-    def _folder(self) -> Path:
-        folder = self._core.trainer.runtime.settings.checkpoint_dir
-        assert folder is not None, "The launcher says where."
-        return Path(folder) / "verify"
 
 
 class _StartAt(Callback):

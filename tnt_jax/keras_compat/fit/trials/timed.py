@@ -34,19 +34,18 @@ class TrialLoop(FitLoop):
     trains = False
 
     def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
-        """Does the same as for training."""
+        """Does the same as for training; for `tnt-jax scale` with the global batch of its ranks."""
         check_sums(self._core, "tune")
+        if self._core.trainer.runtime.settings.scale_steps is not None:
+            data = scaled(self._core, data)
         return super().prepare(data, arguments)
 
     def fit(self, plan: Plan) -> NoReturn:
         """Prints the options to use, on the master, and hands back to the entry of the process."""
-        by_argument = self._core.options.fusion_threshold is not None
+        core = self._core
+        by_argument = core.options.fusion_threshold is not None
         tuning.tune(
-            self._core.trainer,
-            step_to_tune(self._core),
-            plan.first,
-            plan.unpack,
-            by_argument=by_argument,
+            core.trainer, step_to_tune(core), plan.first, plan.unpack, by_argument=by_argument
         )
         raise TrialsDone
 
@@ -156,7 +155,7 @@ class ScaleLoop(FitLoop):
             mb = trainer.round_bytes / 1e6
             ranks = trainer.runtime.num_ranks
             outer = Outer(ranks, sync.every, sync.fragments, sync.delay, mb)
-        self._shared.intake.log_plan(plan.stream)
+        self._shared.log_plan(plan.stream)
         full = full_batches(plan.stream, first_epoch=plan.arguments.initial_epoch)
         times = time_steps(
             trainer,
@@ -190,14 +189,6 @@ class ScaleLoop(FitLoop):
         if is_master_rank():
             report_to_launcher(as_line(measured))
         raise TrialsDone
-
-
-class ScaledTrialLoop(TrialLoop):
-    """Compares ways to sum gradients, with the global batch of `tnt-jax scale`."""
-
-    def prepare(self, data: DataArguments, arguments: FitArguments) -> Plan:
-        """Does the same as for training, with the global batch of this number of ranks."""
-        return super().prepare(scaled(self._core, data), arguments)
 
 
 def scaled(core: Core, data: DataArguments) -> DataArguments:
