@@ -564,6 +564,40 @@ class Convolutional(nn.Module):
         return nn.Dense(5)(x.mean((1, 2)))
 
 
+class ConvolutionalBlocks(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        for _ in range(4):
+            x = nn.relu(nn.Conv(8, (3, 3))(x))
+        return nn.Dense(5)(x.mean((1, 2)))
+
+
+def test_convolutions_on_cpus_take_passes_after_all_else(use_ranks, monkeypatch):
+    use_ranks(1)
+    x = np.random.default_rng(0).normal(size=(64, 16, 16, 8)).astype(np.float32)
+    histories, names = [], []
+    for memory in ("1GiB", "7MiB", "4600KiB"):
+        monkeypatch.setenv("TNT_DEVICE_MEMORY", memory)
+        use_ranks(1)
+        model = make_model(ConvolutionalBlocks())
+        with compiled_steps() as compiled:
+            found = model.fit(
+                x, np.arange(64) % 5, batch_size=64, epochs=2, verbose=0,
+                tnt_micro_batch_size="auto",
+            )  # fmt: skip
+        histories.append(found.history)
+        choice = model._core.memory_choice
+        names.append([attempt.name for way in choice.attempts for attempt in way])
+        assert len(compiled) == choice.num_compiled
+        assert choice.chosen.nbytes <= choice.limit
+    assert names[0] == ["one pass"]
+    assert names[1] == ["one pass", "remat='full', one pass"]
+    assert names[2][:2] == names[1]
+    assert all(" passes of " in name for name in names[2][2:])
+    assert_close(histories[1], histories[0])
+    assert_close(histories[2], histories[0])
+
+
 def test_what_several_processes_do_before_a_first_step_suits_steps_one_by_one(
     use_ranks, monkeypatch
 ):

@@ -66,6 +66,10 @@ _WAYS_OUT = {
 }
 
 
+# Up to 33 times slower (benchmarks/README.md#a-global-batch-larger-than-memory).
+_SLOW_IN_PASSES = "XLA's CPU convolutions are many times slower in passes"
+
+
 # The models that have been used in this job.
 _on_devices = Slot[weakref.WeakSet["Core"]](weakref.WeakSet, lasts=True)
 
@@ -328,7 +332,13 @@ class Core:
                 self.step_parts(), shapes, rows, num_rows or 1, trainer.runtime.mesh
             )
 
-        def way_of(form: _Form) -> memory_choice.Way:
+        @cache
+        def why_whole_at_first() -> str | None:
+            traced = trace() if trace is not None and trainer.runtime.platform == "cpu" else None
+            is_slow = traced is not None and _jax.convolutions_in(traced.jaxpr.jaxpr)
+            return why_whole() or (_SLOW_IN_PASSES if is_slow else None)
+
+        def way_of(form: _Form, why_whole: Callable[[], str | None]) -> memory_choice.Way:
             here = form.options.on_mesh(job, form.sharding)
             steps = form.options.steps(here, form.sharding, self.adapter.axis_names, whole=is_whole)
             step_options = (compilation.accumulation_steps, compilation.on_nan)
@@ -370,9 +380,12 @@ class Core:
                     yield form
 
         def ways() -> Iterator[memory_choice.Way]:
-            for form in variants():
-                looked_at.append(form)
-                yield way_of(form)
+            for why in (why_whole_at_first, why_whole):
+                for form in variants():
+                    looked_at.append(form)
+                    yield way_of(form, why)
+                if why_whole_at_first() == why_whole():
+                    return
 
         try:
             choice = memory_choice.choose(asked, ways(), limit, looks_at_all=job.settings.plan)
