@@ -86,9 +86,9 @@ def prepare(module, data, *, reproducible):
     )
     rows = len(data[1])
     model.fit(*data, batch_size=rows, epochs=2, verbose=0)
-    trainer = model._trainer
+    trainer = model._core.trainer
     host_batch = to_batch(
-        EpochStream(model._intake.source(DataArguments(*data, batch_size=rows))).peek(0)
+        EpochStream(model._shared.source(DataArguments(*data, batch_size=rows))).peek(0)
     )
     batch = trainer.put(host_batch)
     group, programs = DeviceBatches(batch, 0), trainer.programs
