@@ -43,7 +43,7 @@ class Asynchronous:
         self.forget()
         known: dict[Work, GlobalBatch] = {}
         is_over = False
-        while not is_over or self.is_busy:
+        while True:
             while not is_over and self.may_start():
                 if (batch := next(batches, None)) is None:
                     is_over = True
@@ -52,9 +52,10 @@ class Asynchronous:
                 work = batch.work()
                 known[work] = batch
                 self.start(work)
-            if not is_over or self.is_busy:
-                for work, report in self.advance():
-                    is_over |= end(known.pop(work), [report])
+            if is_over and not self._redo and not self.under_way():
+                return
+            for work, report in self.advance():
+                is_over |= end(known.pop(work), [report])
 
     def in_order(self, works: Iterable[Work], *, ahead: int) -> Iterator[Any]:
         """Does work that changes nothing, at most `ahead` pieces; yields results in order."""
@@ -81,11 +82,6 @@ class Asynchronous:
             self._coordinator.servers.keep_snapshot()
         except ServerFailure:
             self._coordinator.servers.go_on()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether work was begun that has not ended."""
-        return bool(self._redo or self.under_way())
 
     def under_way(self) -> list[Flight]:
         """Returns the work that was begun and has not ended."""

@@ -122,7 +122,7 @@ class Coordinator:
         while self.flights or self._starting:
             self.wait()
         self.model = self._ray.put(model)
-        workers = dict(self.actors.workers)
+        workers = self.actors.workers
         asked = [worker.load.remote(self.model) for worker in workers.values()]
         self.servers.load(model.layout, snapshots)
         self.actors.get(asked)
@@ -157,8 +157,7 @@ class Coordinator:
         for ref in ready:
             if ref in self._starting:
                 self._adopt(ref)
-        found = set(ready)
-        ended = [flight for flight in self.flights if flight.answer in found]
+        ended = [flight for flight in self.flights if flight.answer in ready]
         if not ready:
             self._look_for_silent_workers()
             self._look_for_late_workers()
@@ -198,15 +197,13 @@ class Coordinator:
         seconds = time.perf_counter() - flight.started
         try:
             flight.result = self._ray.get(flight.answer)
-        except errors.RayTaskError as error:
-            if not isinstance(error.cause, errors.RayError):
+        except errors.RayError as error:
+            cause = getattr(error, "cause", error)
+            if not isinstance(cause, errors.RayError):
                 self.free.add(flight.worker)
                 raise RuntimeError(
-                    f"Worker {flight.worker} failed at {flight.work.what}: {error.cause!r}"
+                    f"Worker {flight.worker} failed at {flight.work.what}: {cause!r}"
                 ) from error
-            self._after_loss(flight)
-            return False
-        except errors.RayError:
             self._after_loss(flight)
             return False
         if flight.work.method == "run":
@@ -235,14 +232,12 @@ class Coordinator:
                 "another one. The data or the model may end the process, for instance by its "
                 "memory: see Ray's logs."
             )
-        self._replace(flight.worker, f"was lost at {flight.work.what}")
-
-    def _replace(self, worker: int, why: str) -> None:
+        worker = flight.worker
         logger.warning(
-            "Worker %d of the parameter server %s. Another one takes its place, and the work is "
-            "done again.",
+            "Worker %d of the parameter server was lost at %s. Another one takes its place, and "
+            "the work is done again.",
             worker,
-            why,
+            flight.work.what,
         )
         self.statistics.lost_workers += 1
         self.free.discard(worker)
@@ -251,7 +246,6 @@ class Coordinator:
         self._starting[actor.load.remote(self.model)] = (worker, time.perf_counter())
 
     def _adopt(self, ref: Any) -> None:
-        """Takes a worker that has started into use."""
         worker, _ = self._starting.pop(ref)
         try:
             self._ray.get(ref)

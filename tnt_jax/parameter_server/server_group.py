@@ -108,7 +108,6 @@ class Statistics:
         )
 
 
-_NEEDED_BY = "tnt_jax.ParameterServer"
 # Ray places a group within milliseconds if there is room.
 _PLACEMENT_S = 2
 
@@ -126,7 +125,7 @@ class Actors:
         worker_env: Mapping[str, str],
         start_timeout_s: float,
     ) -> None:
-        self.ray = import_ray(_NEEDED_BY)
+        self.ray = import_ray("tnt_jax.ParameterServer")
         self._started_ray = not self.ray.is_initialized()
         if self._started_ray:
             self.ray.init(log_to_driver=False)
@@ -145,15 +144,14 @@ class Actors:
             self.servers = [self.start_server(number) for number in range(num_servers)]
             self.workers = {number: self.start_worker(number) for number in range(num_workers)}
             counts = set(self._await_processes())
+            if len(counts) > 1:
+                raise RuntimeError(
+                    f"Workers must have the same number of devices, but have {sorted(counts)}. "
+                    "Give each the same resources by resources_per_worker."
+                )
         except BaseException:
             self.close()
             raise
-        if len(counts) > 1:
-            self.close()
-            raise RuntimeError(
-                f"Workers must have the same number of devices, but have {sorted(counts)}. Give "
-                "each the same resources by resources_per_worker."
-            )
         self.devices_per_worker = counts.pop()
 
     def start_server(self, number: int) -> Any:
@@ -204,15 +202,14 @@ class Actors:
             self.kill(actor)
         self.servers, self.workers = [], {}
         if self._group is not None:
-            import_ray(_NEEDED_BY, "ray.util.placement_group").remove_placement_group(self._group)
+            self.ray.util.remove_placement_group(self._group)
             self._group = None
         if self._started_ray:
             self.ray.shutdown()
 
     def _places(self) -> Any:
         """Returns a placement group with a bundle for each process, once there is room for it."""
-        module = import_ray(_NEEDED_BY, "ray.util.placement_group")
-        group = module.placement_group(self._resources, strategy="SPREAD")
+        group = self.ray.util.placement_group(self._resources, strategy="SPREAD")
         if group.wait(timeout_seconds=_PLACEMENT_S):
             return group
         logger.warning(
@@ -221,7 +218,7 @@ class Actors:
         if group.wait(timeout_seconds=max(math.ceil(self.timeout_s) - _PLACEMENT_S, 0)):
             return group
         lack = self._lack()
-        module.remove_placement_group(group)
+        self.ray.util.remove_placement_group(group)
         raise RuntimeError(
             f"The Ray cluster has had no room within {self.timeout_s:.0f} s: {lack}. Start fewer, "
             "give each less (resources_per_worker, resources_per_server), or add nodes."
@@ -246,10 +243,9 @@ class Actors:
         resources = self._resources[-1 if bundle is None else bundle]
         options: dict[str, Any] = {**_options(resources), "max_restarts": 0}
         if bundle is not None:
-            strategies = import_ray(_NEEDED_BY, "ray.util.scheduling_strategies")
-            options["scheduling_strategy"] = strategies.PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=bundle
-            )
+            strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+            place = strategy(self._group, placement_group_bundle_index=bundle)
+            options["scheduling_strategy"] = place
         if env:
             options["runtime_env"] = {"env_vars": dict(env)}
         return self.ray.remote(**options)(kind)
@@ -363,18 +359,13 @@ class ServerGroup:
         return self._snapshots[0].version
 
     def load(self, layout: Layout, snapshots: Sequence[Snapshot]) -> None:
-        """Gives the servers a layout and variables."""
-        self._layout = layout
-        self.give(snapshots)
-
-    def give(self, snapshots: Sequence[Snapshot]) -> None:
-        """Gives variables to the servers, in place of those that they hold."""
-        layout = self._ray.put(self._layout)
-        self._snapshots = list(snapshots)
+        """Gives a layout and variables to the servers, in place of those that they hold."""
+        self._layout, self._snapshots = layout, list(snapshots)
         self.version = snapshots[0].version
         self._updates, self._pulled = [], None
+        shared = self._ray.put(layout)
         asked = [
-            server.load.remote(layout, snapshot)
+            server.load.remote(shared, snapshot)
             for server, snapshot in zip(self._actors.servers, snapshots, strict=True)
         ]
         self._actors.get(asked)
@@ -389,20 +380,14 @@ class ServerGroup:
     def update(self, shares: Sequence[Sequence[Any]], *, is_latest: bool) -> None:
         """Orders one update; a ServerFailure without a new version says that it was not."""
         assert self._layout is not None
-        servers = self._actors.servers
-        pushes = list(zip(*shares, strict=True))
+        pushes = list(zip(self._actors.servers, zip(*shares, strict=True), strict=True))
 
         def ask(totals: list[Any]) -> list[Any]:
-            asked = [
-                server.partials.remote(totals, *of_server)
-                for server, of_server in zip(servers, pushes, strict=True)
-            ]
-            return self._get(asked)
+            return self._get([server.partials.remote(totals, *sent) for server, sent in pushes])
 
         totals = make_totals(self._layout.optimizer, ask)
         self._updates += [
-            server.update.remote(self.version, totals, is_latest, *of_server)
-            for server, of_server in zip(servers, pushes, strict=True)
+            server.update.remote(self.version, totals, is_latest, *sent) for server, sent in pushes
         ]
         self.version += 1
         self._statistics.updates += 1
@@ -449,7 +434,8 @@ class ServerGroup:
             self.kept_version,
             redone,
         )
-        self.give(self._snapshots)
+        assert self._layout is not None
+        self.load(self._layout, self._snapshots)
 
     def go_on(self) -> None:
         """Starts lost servers again from the last snapshot; warns of updates that are lost."""

@@ -226,7 +226,7 @@ class ServedTrainer(Trainer):
             self._layout = self._make_layout(state, optimizer)
         snapshots = self._snapshots(self._layout, state)
         if self._has_loaded:
-            self._coordinator.servers.give(snapshots)
+            self._coordinator.servers.load(self._layout, snapshots)
         else:
             model = WorkerModel(
                 self._core.module,
@@ -265,14 +265,11 @@ class ServedTrainer(Trainer):
 
     def _snapshots(self, layout: Layout, state: TrainState) -> list[Snapshot]:
         arrays, opt_state = _host((state.params, state.model_state)), _host(state.opt_state)
-        optimizer, leaves = layout.optimizer, jax.tree.leaves(arrays)
+        served, leaves, step = layout.optimizer, jax.tree.leaves(arrays), int(state.step)
+        plan = served.plan
         return [
-            Snapshot(
-                int(state.step),
-                to_wire(optimizer.plan.packed(server, leaves)),
-                optimizer.state_on(server, opt_state),
-            )
-            for server in range(optimizer.plan.num_servers)
+            Snapshot(step, to_wire(plan.packed(server, leaves)), served.state_on(server, opt_state))
+            for server in range(plan.num_servers)
         ]
 
     def _fetch(self) -> None:

@@ -9,7 +9,7 @@ there are.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,14 +41,14 @@ def rows_of(pieces: Sequence[Piece], blocks: Sequence[Any]) -> Batch:
         rows = accessor.for_block(block).slice(piece.start, piece.start + piece.num_rows, False)
         parts.append(dense(accessor.for_block(rows).to_batch_format("numpy")))
     first = parts[0]
-    if len(parts) == 1:
-        return first
-    for part in parts:
+    for part in parts[1:]:
         if part.keys() != first.keys():
             raise ValueError(
                 f"The rows of a dataset must have the same columns, but some have {sorted(first)} "
                 f"and some have {sorted(part)}."
             )
+    if len(parts) == 1:
+        return first
     return {name: np.concatenate([part[name] for part in parts]) for name in first}
 
 
@@ -78,93 +78,79 @@ class Share:
     pieces: list[Piece]
 
 
+@dataclass
+class _Stream:
+    """A dataset or function of the epoch, the processes that read it, and its passes by number."""
+
+    dataset: Any
+    num_processes: int
+    readers: set[int]
+    passes: dict[int, "_Pass"] = field(default_factory=dict)
+    checksums: dict[int, tuple[int, int | None]] = field(default_factory=dict)
+
+
 class RowStreams:
     """The row streams of a job, by name; as an actor it works on one call after the other."""
 
     def __init__(self) -> None:
-        self._streams: dict[str, RowStream] = {}
+        self._streams: dict[str, _Stream] = {}
 
     def open(self, name: str, dataset: Any, num_processes: int) -> None:
-        """Makes a stream; see `RowStream`."""
-        self._streams[name] = RowStream(dataset, num_processes)
+        """Makes a stream."""
+        self._streams[name] = _Stream(dataset, num_processes, set(range(num_processes)))
 
     def close(self, name: str, process: int) -> None:
         """Notes that a process has dropped a stream; the last one ends the tasks of its dataset."""
-        if name in self._streams and self._streams[name].close(process):
-            del self._streams[name]
+        if name in self._streams:
+            self._streams[name].readers.discard(process)
+            if not self._streams[name].readers:
+                del self._streams[name]
 
     def take(self, name: str, process: int, request: Request) -> Share:
-        """Returns the rows of a process; see `RowStream`."""
-        return self._streams[name].take(process, request)
-
-    def checksums(self, name: str, number: int, roles: ColumnRoles) -> tuple[int, int | None]:
-        """Returns checksums of the rows at the beginning of a pass; see `RowStream`."""
-        return self._streams[name].checksums(number, roles)
-
-    def leave(self, name: str, process: int, number: int) -> None:
-        """Notes that a process does not read a pass any further."""
-        if name in self._streams:
-            self._streams[name].leave(process, number)
-
-
-class RowStream:
-    """Gives each process its rows of the global batches of a dataset or function of the epoch."""
-
-    def __init__(self, dataset: Any, num_processes: int) -> None:
-        self._dataset = dataset
-        self._num_processes = num_processes
-        self._readers = set(range(num_processes))
-        self._passes: dict[int, _Pass] = {}
-        self._checksums: dict[int, tuple[int, int | None]] = {}
-
-    def take(self, process: int, request: Request) -> Share:
         """Returns the rows of a process, which asks in rising order, once they are prepared.
 
         What a task of the dataset raises is raised at all later requests of the pass as well.
         """
-        for number in [number for number in self._passes if number < request.number]:
-            self.leave(process, number)
-        if request.number not in self._passes:
-            self._passes[request.number] = _Pass(
-                self._in_order(request.epoch), request.first_row, self._num_processes
-            )
-        return self._passes[request.number].take(process, request)
+        stream = self._streams[name]
+        for number in [number for number in stream.passes if number < request.number]:
+            self.leave(name, process, number)
+        if request.number not in stream.passes:
+            dataset = _in_order(stream.dataset, request.epoch)
+            stream.passes[request.number] = _Pass(dataset, request.first_row, stream.num_processes)
+        return stream.passes[request.number].take(process, request)
 
-    def leave(self, process: int, number: int) -> None:
+    def leave(self, name: str, process: int, number: int) -> None:
         """Notes that a process does not read a pass any further; all that do so end it."""
-        if number in self._passes and self._passes[number].leave(process):
-            del self._passes[number]
+        passes = self._streams[name].passes if name in self._streams else {}
+        if number in passes and passes[number].leave(process):
+            del passes[number]
 
-    def close(self, process: int) -> bool:
-        """Notes that a process asks for nothing any more; returns whether no process does."""
-        self._readers.discard(process)
-        return not self._readers
-
-    def checksums(self, number: int, roles: ColumnRoles) -> tuple[int, int | None]:
+    def checksums(self, name: str, number: int, roles: ColumnRoles) -> tuple[int, int | None]:
         """Returns checksums of the rows at the beginning of a pass, after its first request."""
-        if number not in self._checksums:
-            pieces = self._passes[number].beginning(_CHECKED_ROWS)
+        stream = self._streams[name]
+        if number not in stream.checksums:
+            pieces = stream.passes[number].beginning(_CHECKED_ROWS)
             blocks = import_ray("RayData").get([piece.block for piece in pieces])
-            self._checksums[number] = roles.checksums(rows_of(pieces, blocks))
-        return self._checksums[number]
+            stream.checksums[number] = roles.checksums(rows_of(pieces, blocks))
+        return stream.checksums[number]
 
-    def _in_order(self, epoch: int) -> Any:
-        """Returns the dataset of an epoch, which keeps the order of its rows."""
+
+def _in_order(dataset: Any, epoch: int) -> Any:
+    """Returns the dataset of an epoch, which keeps the order of its rows."""
+    if is_function_of_epoch(dataset):
         context = import_ray("RayData", "ray.data").DataContext
-        dataset = self._dataset
-        if is_function_of_epoch(dataset):
-            context.get_current().execution_options.preserve_order = True
-            dataset = dataset(epoch)
-            if not is_ray_dataset(dataset):
-                raise TypeError(
-                    "The function of a RayData must return the ray.data.Dataset of the epoch, but "
-                    f"for epoch {epoch} it returned {type(dataset).__qualname__}."
-                )
-        dataset.context.execution_options.preserve_order = True
-        # Shuffles with `reseed_after_execution` draw from their seed and this number, which Ray
-        # would count from the start of this actor.
-        dataset.context._execution_idx = epoch
-        return dataset
+        context.get_current().execution_options.preserve_order = True
+        dataset = dataset(epoch)
+        if not is_ray_dataset(dataset):
+            raise TypeError(
+                "The function of a RayData must return the ray.data.Dataset of the epoch, but "
+                f"for epoch {epoch} it returned {type(dataset).__qualname__}."
+            )
+    dataset.context.execution_options.preserve_order = True
+    # Shuffles with `reseed_after_execution` draw from their seed and this number, which Ray
+    # would count from the start of this actor.
+    dataset.context._execution_idx = epoch
+    return dataset
 
 
 class _Pass:

@@ -8,9 +8,8 @@ from tnt_jax.data.agreement import CoordinationBoard
 from tnt_jax.data.layout import RankSlice, resolve_batch_size
 from tnt_jax.data.ray.spec import RayData, is_ray_shard
 from tnt_jax.data.shards import ShardSource
+from tnt_jax.data.sources import warn_once
 from tnt_jax.data.tables.columns import ColumnRoles, dense
-from tnt_jax.job import once_per_job
-from tnt_jax.log import logger
 from tnt_jax.on_ray.worker import role
 
 _UNORDERED = (
@@ -30,9 +29,21 @@ def shard_source(
     board: CoordinationBoard | None = None,
 ) -> ShardSource:
     """Returns the source of the rows that Ray gives this process."""
-    _check_count(spec.dataset, num_processes)
-    if is_ray_shard(spec.dataset) and role() == "worker":
-        _warn_of_equal_shards()
+    shard = spec.dataset
+    count = shard.world_size() if hasattr(shard, "world_size") else num_processes
+    if count != num_processes:
+        raise ValueError(
+            f"The dataset was split for {count} processes, but the job has {num_processes}. Split "
+            f"it with streaming_split({num_processes}), or pass the whole dataset to "
+            "tnt_jax.data.RayData."
+        )
+    if is_ray_shard(shard) and role() == "worker":
+        warn_once(
+            "Ray Train gives each worker the same number of rows, and leaves out what remains of "
+            "an epoch, fewer rows than there are workers. To train on every row, in the same "
+            "global batches on any number of workers, pass "
+            "dataset_config=ray.train.DataConfig(datasets_to_split=[]) to the trainer."
+        )
     if spec.drop_remainder:
         raise ValueError(
             "drop_remainder=True is for a whole dataset: the shards of processes end in different "
@@ -47,23 +58,12 @@ def shard_source(
         )
     micro = size // rank_slice.num_ranks
     roles = ColumnRoles(spec.inputs, spec.targets, spec.sample_weight)
-    rows = _Batches(spec.dataset, micro * rank_slice.local_ranks, roles)
+    rows = _Batches(shard, micro * rank_slice.local_ranks, roles)
     source = ShardSource(rows, rank_slice=rank_slice, micro_batch_size=micro, board=board)
-    shard = spec.dataset
     context = shard.get_context() if hasattr(shard, "get_context") else shard.context
     if not context.execution_options.preserve_order:
         source.row_order = replace(source.row_order, unrepeatable=_UNORDERED)
     return source
-
-
-@once_per_job
-def _warn_of_equal_shards() -> None:
-    logger.warning(
-        "Ray Train gives each worker the same number of rows, and leaves out what remains of an "
-        "epoch, fewer rows than there are workers. To train on every row, in the same global "
-        "batches on any number of workers, pass "
-        "dataset_config=ray.train.DataConfig(datasets_to_split=[]) to the trainer."
-    )
 
 
 class _Batches:
@@ -80,13 +80,3 @@ class _Batches:
         )
         for batch in batches:
             yield self._roles.element(dense(batch))
-
-
-def _check_count(shard: Any, num_processes: int) -> None:
-    count = shard.world_size() if hasattr(shard, "world_size") else num_processes
-    if count != num_processes:
-        raise ValueError(
-            f"The dataset was split for {count} processes, but the job has {num_processes}. Split "
-            f"it with streaming_split({num_processes}), or pass the whole dataset to "
-            "tnt_jax.data.RayData."
-        )

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from tnt_jax.data.agreement import CoordinationBoard, gather, reader_stopped, unique_name
-from tnt_jax.data.elements import as_batch
+from tnt_jax.data.elements import as_batch, is_of_library
 from tnt_jax.data.layout import RankSlice, local_rows, num_batches, resolve_batch_size
 from tnt_jax.data.permutation import RowOrder
 from tnt_jax.data.ray.row_stream import Request, RowStreams, Share, rows_of
@@ -43,7 +43,7 @@ _actor = Slot[_Actor | None](lambda: None, close=_end)
 
 
 class Connection:
-    """A `RowStream` of the job's actor, which is closed with the last reference of all processes.
+    """A stream of the job's `RowStreams`, which is closed with the last reference of all processes.
 
     All processes make these objects in the same order; the dataset of the master is used. If one of
     them is not connected to Ray, or to another cluster, or fails otherwise, all raise an error.
@@ -117,8 +117,8 @@ class Connection:
         actor = _actor.get()
         if actor is None or actor.client != context.get_job_id():
             name = f"rows-{uuid4().hex}"
-            strategies = import_ray("RayData", "ray.util.scheduling_strategies")
-            here = strategies.NodeAffinitySchedulingStrategy(context.get_node_id(), soft=True)
+            strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+            here = strategy(context.get_node_id(), soft=True)
             actor_class = self.ray.remote(num_cpus=0, scheduling_strategy=here)(RowStreams)
             handle = actor_class.options(name=name, namespace=_NAMESPACE).remote()
             actor = _Actor(handle, name, context.get_job_id())
@@ -144,8 +144,7 @@ def _check_addresses(addresses: list[str]) -> None:
 
 def _num_examples(dataset: Any) -> int | None:
     """Returns the number of rows of a dataset that is in Ray's memory, and None for others."""
-    is_there = any(cls.__name__ == "MaterializedDataset" for cls in type(dataset).__mro__)
-    return dataset.count() if is_there else None
+    return dataset.count() if is_of_library(dataset, "ray.data", "MaterializedDataset") else None
 
 
 # Batches that are asked for, or on their way to this node, while one is used.
@@ -197,10 +196,8 @@ class RaySource:
     def row_order(self) -> RowOrder:
         """Values that decide the order of the rows: of the first ones it is known by a checksum."""
         targets = None if self.first_checksums is None else self.first_checksums[1]
-        return RowOrder(
-            parts={} if targets is None else {"order of the first rows (checksum)": targets},
-            is_of_rows=True,
-        )
+        parts = {} if targets is None else {"order of the first rows (checksum)": targets}
+        return RowOrder(parts=parts, is_of_rows=True)
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows of each global batch, from batch `start_batch` on."""

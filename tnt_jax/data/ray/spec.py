@@ -58,12 +58,9 @@ class RayData:
     drop_remainder: bool = False
 
     def __post_init__(self) -> None:
-        if not any(
-            is_kind(self.dataset)
-            for is_kind in (is_ray_dataset, is_ray_iterator, is_function_of_epoch)
-        ):
+        x = self.dataset
+        if not (is_ray_dataset(x) or is_ray_iterator(x) or is_function_of_epoch(x)):
             raise TypeError(
                 "RayData takes a ray.data.Dataset, a function from the epoch to one, or a "
-                f"ray.data.DataIterator, but got {type(self.dataset).__module__}."
-                f"{type(self.dataset).__qualname__}."
+                f"ray.data.DataIterator, but got {type(x).__module__}.{type(x).__qualname__}."
             )
