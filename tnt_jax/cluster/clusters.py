@@ -145,11 +145,18 @@ def _detect_tnt(environ: Mapping[str, str]) -> Job | None:
 
 
 def _detect_tf_config(environ: Mapping[str, str]) -> Job | None:
-    """Returns the job of a TensorFlow multi-worker cluster description."""
     text = environ.get("TF_CONFIG")
     if not text:
         return None
-    cluster, task = _parse_tf_config(text)
+    try:
+        config = json.loads(text)
+        cluster, task = config.get("cluster") or {}, config.get("task") or {}
+    except (json.JSONDecodeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            'TF_CONFIG must be JSON such as {"cluster": {"worker": ["host1:port", '
+            '"host2:port"]}, "task": {"type": "worker", '
+            f'"index": 0}}}}, but is {text!r:.200}.'
+        ) from error
     if cluster.get("ps"):
         raise ValueError(
             "TF_CONFIG has parameter servers (ps), but the processes of such a job all hold the "
@@ -157,56 +164,35 @@ def _detect_tf_config(environ: Mapping[str, str]) -> Job | None:
             "MultiWorkerMirroredStrategy. Leave the ps entries out and start workers only, or "
             "train with tnt_jax.ParameterServer on a Ray cluster, which needs no TF_CONFIG."
         )
-    if not any(cluster.get(kind) for kind in _TF_KINDS):
+    places = [(kind, i) for kind in _TF_KINDS for i in range(len(cluster.get(kind) or []))]
+    if not places:
         return None
-    kind, index = task.get("type"), task.get("index")
-    if (
-        kind not in _TF_KINDS
-        or not isinstance(index, int)
-        or not 0 <= index < len(cluster.get(kind, []))
-    ):
+    place: Any = (task.get("type"), task.get("index"))
+    if not isinstance(place[1], int) or place not in places:
         raise ValueError(
             f"TF_CONFIG's task must be one of the cluster's {', '.join(_TF_KINDS)} entries, for "
             f'instance {{"type": "worker", "index": 0}}, but is {json.dumps(task)}. An '
             "evaluator is not needed: evaluate() runs on all processes."
         )
-    addresses = [address for each in _TF_KINDS for address in cluster.get(each, [])]
-    if len(addresses) == 1:
+    if len(places) == 1:
         return None
-    before = sum(len(cluster.get(each, [])) for each in _TF_KINDS[: _TF_KINDS.index(kind)])
-    return Job(addresses[0], len(addresses), before + index, None, "TF_CONFIG")
-
-
-def _parse_tf_config(text: str) -> tuple[dict[str, list[str]], dict[str, Any]]:
-    try:
-        config = json.loads(text)
-        return config.get("cluster") or {}, config.get("task") or {}
-    except (json.JSONDecodeError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            'TF_CONFIG must be JSON such as {"cluster": {"worker": ["host1:port", '
-            '"host2:port"]}, "task": {"type": "worker", '
-            f'"index": 0}}}}, but is {text!r:.200}.'
-        ) from error
+    addresses = [address for kind in _TF_KINDS for address in cluster.get(kind) or []]
+    return Job(addresses[0], len(places), places.index(place), None, "TF_CONFIG")
 
 
 def _detect_open_mpi(environ: Mapping[str, str]) -> Job | None:
-    """Returns the job of a process that `mpirun` started, of version 4 (ORTE) or 5 (PRRTE).
-
-    The processes of one host use its loopback address. Those of several hosts use the host on which
-    `mpirun` runs, which must have rank 0; otherwise set `JAX_COORDINATOR_ADDRESS` to the host of
-    rank 0.
-    """
+    """Returns the job of a process that `mpirun` started, of version 4 (ORTE) or 5 (PRRTE)."""
     if not environ.get("OMPI_COMM_WORLD_SIZE") or not environ.get("OMPI_COMM_WORLD_RANK"):
         return None
     num_processes = int(environ["OMPI_COMM_WORLD_SIZE"])
     if num_processes == 1:
         return None
     local_size = int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or 1)
+    # Of several hosts, that on which mpirun runs must have rank 0.
     host, number = _mpirun(environ)
+    host = "127.0.0.1" if local_size == num_processes else host
     return Job(
-        coordinator_address=coordinator_address(
-            environ, "127.0.0.1" if local_size == num_processes else host, choose_port(number)
-        ),
+        coordinator_address=coordinator_address(environ, host, choose_port(number)),
         num_processes=num_processes,
         process_id=int(environ["OMPI_COMM_WORLD_RANK"]),
         local_device_ids=own_devices(
@@ -240,12 +226,8 @@ def _mpirun(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _detect_kubernetes(environ: Mapping[str, str]) -> Job | None:
-    """Returns the job of a pod of an indexed Job or JobSet, or of Kubeflow's JAX jobs.
-
-    Kubernetes numbers the pods of an indexed job (`JOB_COMPLETION_INDEX`); the manifest must set
-    `JAX_NUM_PROCESSES` and `JAX_COORDINATOR_ADDRESS`. The environment is enough: the pods need no
-    permission to query the cluster.
-    """
+    """Returns the job of a pod of an indexed Job or JobSet, or of Kubeflow's JAX jobs."""
+    # The manifest of an indexed job must set these two: pods need no permission for more.
     if environ.get("JAX_COORDINATOR_ADDRESS") and environ.get("JAX_NUM_PROCESSES"):
         address = coordinator_address(environ, "", _KUBERNETES_PORT)
         num_processes = environ["JAX_NUM_PROCESSES"]
@@ -320,10 +302,9 @@ def detect_slurm(environ: Mapping[str, str]) -> Job | None:
 
 
 def _tasks_on_this_node(environ: Mapping[str, str], num_nodes: int, num_tasks: int) -> int:
-    counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
-    if not counts:
-        return -(-num_tasks // num_nodes)
-    return expand_counts(counts)[int(environ.get("SLURM_NODEID") or 0)]
+    if counts := environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE"):
+        return expand_counts(counts)[int(environ.get("SLURM_NODEID") or 0)]
+    return -(-num_tasks // num_nodes)
 
 
 def _gpus_on_this_node(environ: Mapping[str, str]) -> int | None:
@@ -383,16 +364,11 @@ def _expand(pattern: str) -> Iterator[str]:
     if found is None:
         yield pattern
         return
-    for number in _numbers(found[2]):
-        for rest in _expand(found[3]):
-            yield found[1] + number + rest
-
-
-def _numbers(ranges: str) -> Iterator[str]:
-    for part in ranges.split(","):
-        first, dash, last = part.partition("-")
-        for number in range(int(first), int(last if dash else first) + 1):
-            yield str(number).zfill(len(first))
+    for part in found[2].split(","):
+        first, _, last = part.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            for rest in _expand(found[3]):
+                yield found[1] + str(number).zfill(len(first)) + rest
 
 
 _SECRET_BYTES = 32

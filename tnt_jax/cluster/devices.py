@@ -64,9 +64,8 @@ def _count_with_nvidia_smi() -> int | None:
         )
     except subprocess.TimeoutExpired:
         return None
-    if listed.returncode:
-        return None
-    return len(re.findall(r"^GPU \d+:", listed.stdout, flags=re.MULTILINE))
+    found = re.findall(r"^GPU \d+:", listed.stdout, flags=re.MULTILINE)
+    return None if listed.returncode else len(found)
 
 
 def count_cores() -> int:

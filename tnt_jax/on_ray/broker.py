@@ -21,7 +21,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from tnt_jax.on_ray import node
@@ -52,26 +52,12 @@ class Reservation:
     Attributes:
         actor_options: For each node the options of the actors there, one of which runs a program.
         has_gpus: Whether each process has a GPU.
-        keep: What must not be collected as garbage.
     """
 
     nodes: list[Node]
     actor_options: list[list[dict[str, Any]]]
     has_gpus: bool
     group: Any = None
-    keep: list[Any] = field(default_factory=list)
-
-    def has_lost_a_node(self, ray: Any) -> bool:
-        """Returns whether a reserved node is lost, and Ray looks for another."""
-        if self.group is None:
-            return False
-        return ray.util.placement_group_table(self.group)["state"] != "CREATED"
-
-    def release(self, ray: Any) -> None:
-        """Frees what is reserved."""
-        self.keep.clear()
-        if self.group is not None:
-            ray.util.remove_placement_group(self.group)
 
 
 def reserve(
@@ -174,10 +160,9 @@ def _room(ray: Any, bundle: dict[str, int]) -> int:
 
 
 def _names(ray: Any) -> dict[str, str]:
-    alive = [node for node in ray.nodes() if node["Alive"]]
     names: dict[str, str] = {}
     seen: Counter[str] = Counter()
-    for found in alive:
+    for found in (each for each in ray.nodes() if each["Alive"]):
         name = found["NodeManagerHostname"]
         seen[name] += 1
         # Several nodes can share a machine.
@@ -278,12 +263,12 @@ def _answer(answers: Any, **fields: Any) -> None:
 
 def _hold(ray: Any, wish: Wish, tell: Callable[[str], None]) -> tuple[Reservation, list["_Door"]]:
     """Reserves nodes, anew if one is lost before it can be used."""
+    count, fewest, use_gpus = wish.num_processes, wish.fewest, wish.use_gpus
     while True:
-        if wish.num_processes is None:
+        if count is None:
             held = reserve_every_node(ray)
         else:
-            fewest, use_gpus = wish.fewest, wish.use_gpus
-            held = reserve(ray, wish.num_processes, fewest=fewest, use_gpus=use_gpus, tell=tell)
+            held = reserve(ray, count, fewest=fewest, use_gpus=use_gpus, tell=tell)
         doors = open_doors(ray, held, wish.command)
         if doors is not None:
             return held, doors
@@ -291,9 +276,13 @@ def _hold(ray: Any, wish: Wish, tell: Callable[[str], None]) -> tuple[Reservatio
 
 @dataclass(frozen=True)
 class _Door:
-    """A node, as the launcher enters it: its actor, and a command with variables of its own."""
+    """A node, as the launcher enters it: its actors, and a command with variables of its own.
 
-    actor: Any
+    The GPUs of a node are given to as many actors as it has bundles. The first uses them all; the
+    others must not be collected as garbage.
+    """
+
+    actors: Sequence[Any]
     command: Sequence[str]
     variables: dict[str, str]
 
@@ -311,17 +300,15 @@ def open_doors(ray: Any, held: Reservation, command: Sequence[str]) -> list[_Doo
     asked = [[actor.visible_gpus.remote() for actor in each] for each in actors]
     everyone = list(itertools.chain(*asked))
     while ray.wait(everyone, num_returns=len(everyone), timeout=_LOOK_EVERY_S)[1]:
-        if held.has_lost_a_node(ray):
-            held.release(ray)
+        group = held.group
+        if group is not None and ray.util.placement_group_table(group)["state"] != "CREATED":
+            ray.util.remove_placement_group(group)
             return None
-    visible = [ray.get(each) for each in asked]
-    # The GPUs of a node are given to as many actors as it has bundles. One of them uses them all;
-    # the others must not be collected as garbage.
-    held.keep.extend(actors)
-    variables = [
-        {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if held.has_gpus else {} for gpus in visible
+    visible = [",".join(ray.get(each)) for each in asked]
+    return [
+        _Door(each, command, {"CUDA_VISIBLE_DEVICES": gpus} if held.has_gpus else {})
+        for each, gpus in zip(actors, visible, strict=True)
     ]
-    return [_Door(each[0], command, own) for each, own in zip(actors, variables, strict=True)]
 
 
 def _serve(ray: Any, server: socket.socket, doors: Sequence[_Door]) -> None:
@@ -341,7 +328,7 @@ class _Channel:
         self._ray = ray
         self._peer = peer
         self._door = door
-        self._actor = door.actor
+        self._actor = door.actors[0]
         self._lock = threading.Lock()
 
     def run(self) -> None:
@@ -364,29 +351,22 @@ class _Channel:
         return self._ray.get(self._actor.wait.remote())
 
     def _carry_input(self, start: int) -> None:
-        while True:
-            try:
-                data = self._peer.recv(1 << 16)
-            except ConnectionError:
-                data = b""
-            try:
-                write = self._actor.write.options(concurrency_group="input")
+        write = self._actor.write.options(concurrency_group="input")
+        with contextlib.suppress(self._ray.exceptions.RayError):  # The other threads see it, too.
+            while True:
+                try:
+                    data = self._peer.recv(1 << 16)
+                except ConnectionError:
+                    data = b""
                 self._ray.get(write.remote(start, data))
-            except self._ray.exceptions.RayError:
-                return  # The other threads see it, too.
-            if not data:
-                return
+                if not data:
+                    return
 
     def _carry(self, kind: bytes, stream: str) -> None:
-        while True:
-            try:
-                read = self._actor.read.options(concurrency_group=stream)
-                data = self._ray.get(read.remote(stream))
-            except self._ray.exceptions.RayError:
-                return
-            if not data:
-                return
-            self._send(kind, data)
+        read = self._actor.read.options(concurrency_group=stream)
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            while data := self._ray.get(read.remote(stream)):
+                self._send(kind, data)
 
     def _send(self, kind: bytes, data: bytes) -> None:
         with self._lock, contextlib.suppress(OSError):  # The launcher has gone.

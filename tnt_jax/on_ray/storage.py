@@ -11,6 +11,7 @@ the machine removes: a folder belongs to the process that holds its lock (`Claim
     storage.report({"loss": 0.1}, checkpoints=["fit-1/tnt_jax_backup_120"])
 """
 
+import contextlib
 import fcntl
 import glob
 import os
@@ -49,17 +50,10 @@ class Claim:
 def remove_unclaimed(prefix: str) -> None:
     """Removes temporary folders with a prefix whose claims are of processes that ended."""
     for found in glob.glob(f"{glob.escape(tempfile.gettempdir())}/{glob.escape(prefix)}*"):
-        try:
-            descriptor = os.open(f"{found}/{_CLAIM}", os.O_RDWR)
-        except OSError:  # Another user's, or not claimed yet.
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # It may be another user's, or not claimed yet, or its process may be alive.
+        with contextlib.suppress(OSError), open(f"{found}/{_CLAIM}", "r+") as claim:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(found, ignore_errors=True)
-        except BlockingIOError:  # Its process is alive.
-            continue
-        finally:
-            os.close(descriptor)
 
 
 _PREFIX = "tnt_jax-ray-"
@@ -141,21 +135,19 @@ def open_storage() -> RayStorage | None:
     worker = train_worker()
     if worker is not None:
         folder = Path(broadcast(tempfile.mkdtemp(prefix=_PREFIX) if worker.rank == 0 else None))
-        claim = None
-        if worker.local_rank == 0:
-            claim = _filled(folder, import_ray("RayReport", "ray.train").get_checkpoint())
+        claim = _filled(folder, "ray.train") if worker.local_rank == 0 else None
         # All wait until the folder of their node is there.
         broadcast(None)
         return RayStorage(folder, claim, worker)
     if role() == "trial":
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        claim = _filled(folder, import_ray("RayReport", "ray.tune").get_checkpoint())
-        return RayStorage(folder, claim, None)
+        return RayStorage(folder, _filled(folder, "ray.tune"), None)
     return None
 
 
-def _filled(folder: Path, checkpoint: Any) -> Claim:
+def _filled(folder: Path, module: str) -> Claim:
     """Claims a folder, and copies to it what Ray has stored, if that comes from here."""
+    checkpoint = import_ray("RayReport", module).get_checkpoint()
     remove_unclaimed(_PREFIX)
     claim = Claim(folder)
     if checkpoint is not None:
