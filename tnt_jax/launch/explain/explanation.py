@@ -6,7 +6,7 @@ Its page is one HTML file with pictures in SVG, which loads nothing.
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any, NamedTuple
@@ -109,9 +109,7 @@ class Explanation:
     def slowest(self, kind: str) -> list[float] | None:
         """Returns the seconds of a step of a kind on the slowest process, by round."""
         rounds = self.measured["seconds"].get(kind)
-        if rounds is None:
-            return None
-        return [max(x for x in times if not math.isnan(x)) for times in rounds]
+        return rounds and [max(x for x in times if not math.isnan(x)) for times in rounds]
 
     @property
     def step(self) -> Spread:
@@ -207,31 +205,32 @@ class Explanation:
     def _share(self, name: str) -> float:
         return next((part.share for part in self.parts if part.name == name), 0.0)
 
+    def _median_s(self, name: str) -> float:
+        return statistics.median(self._seconds()[name])
+
+    def _trials(self, what: str) -> list[Mapping[str, Any]]:
+        return [trial for trial in self.measured["trials"] if trial["what"] == what]
+
     def _is_large(self, name: str) -> bool:
         seconds = self._seconds().get(name, [])
         is_sure = sum(value > 0 for value in seconds) >= _SURE * len(seconds)
         return is_sure and self._share(name) > _WORTH_A_CHANGE
 
-    def _of_compiling(self) -> list[Finding]:
-        measured = self.measured
-        if not self._is_large("compiling"):
-            return []
-        shapes = "; ".join(measured["shapes"])
-        return [
-            _tried(
+    def _of_compiling(self) -> Iterator[Finding]:
+        if self._is_large("compiling"):
+            yield _tried(
                 "recompilation",
                 f"Programs are compiled while steps run, because batches come in "
-                f"{measured['num_shapes']} shapes: {shapes}.",
+                f"{self.measured['num_shapes']} shapes: {'; '.join(self.measured['shapes'])}.",
                 "Pad them to a few shapes",
                 self.slowest("as is"),
                 self.slowest("kept batches"),
                 share=self._share("compiling"),
             )
-        ]
 
-    def _of_callbacks(self) -> list[Finding]:
+    def _of_callbacks(self) -> Iterator[Finding]:
         if not self._is_large("callbacks"):
-            return []
+            return
         share, trained_by = self._share("callbacks"), self.measured["trained_by"]
         if trained_by != "fit":
             line = self.measured["line"]
@@ -242,15 +241,16 @@ class Explanation:
             )
             text = (
                 f"What the loop does between two calls of {trained_by} takes "
-                f"{_ms(statistics.median(self._seconds()['callbacks']))} of a step, {what}."
+                f"{_ms(self._median_s('callbacks'))} of a step, {what}."
             )
             advice = "Do it once in many steps"
             pair = self.slowest("as is"), self.slowest("no callbacks")
-            return [_tried("callback", text, advice, *pair, share=share)]
-        tried = [trial for trial in self.measured["trials"] if trial["what"] == "callback"]
-        helping = [trial for trial in tried if _gain(trial["before"], trial["after"]) is not None]
-        return [
-            _tried(
+            yield _tried("callback", text, advice, *pair, share=share)
+            return
+        tried = self._trials("callback")
+        helping = [trial for trial in tried if _gain(trial["before"], trial["after"])]
+        for trial in sorted(helping, key=lambda trial: statistics.median(trial["after"])):
+            yield _tried(
                 "callback",
                 f"{trial['name']} holds steps up: it acts after each, and waits for the devices "
                 "where it reads the logs.",
@@ -259,98 +259,89 @@ class Explanation:
                 trial["after"],
                 share=share,
             )
-            for trial in sorted(helping, key=lambda trial: statistics.median(trial["after"]))
-        ] or [Finding("callback", text, share=share) for text in _unsure_which(tried)]
+        if tried and not helping:
+            alone = f"{tried[0]['name']} alone acts after each"
+            which = "no single one does" if len(tried) > 1 else alone
+            yield Finding("callback", f"Callbacks hold steps up; {which}.", share=share)
 
-    def _of_reading(self) -> list[Finding]:
-        measured, found = self.measured, []
-        placed = self.slowest("placed batches") or [math.nan]
+    def _of_reading(self) -> Iterator[Finding]:
+        measured = self.measured
         if self._is_large("reading"):
             read_s, most_s = measured["read_s"], measured["read_most_s"]
-            rest_s = statistics.median(placed)
+            rest_s = statistics.median(self.slowest("placed batches") or [math.nan])
             how = "and takes time from the devices, whose processors it shares"
             if read_s > rest_s:
                 how = "longer than the rest of a step"
             elif most_s > max(rest_s, _BURST * read_s):
                 how = f"but one of {_READ} takes {_ms(most_s)}, and few are read ahead"
-            found.append(
-                _tried(
-                    "reading",
-                    f"Reading a batch takes {_ms(read_s)}, {how}.",
-                    "Keep what is read in memory, as dataset.cache() does",
-                    self.slowest("no callbacks"),
-                    self.slowest("kept batches"),
-                    share=self._share("reading"),
-                )
+            yield _tried(
+                "reading",
+                f"Reading a batch takes {_ms(read_s)}, {how}.",
+                "Keep what is read in memory, as dataset.cache() does",
+                self.slowest("no callbacks"),
+                self.slowest("kept batches"),
+                share=self._share("reading"),
             )
         first, step = measured["first_batch_s"], self.step.median
         if first > _SLOW_FIRST_BATCH * max(measured["read_s"], step):
             text = f"The first batch of a pass over the data takes {_ms(first)}, as long as "
             of_step = self._first_batch_of_step_s
             share = of_step / (of_step + step)
-            found.append(Finding("first batch", f"{text}{first / step:.0f} steps.", share=share))
+            yield Finding("first batch", f"{text}{first / step:.0f} steps.", share=share)
         if self._is_large("placing") and measured["batch_bytes"] >= _SMALL_BYTES:
             text = f"Preparing and copying a batch of {measured['batch_bytes'] / 1e6:.3g} MB takes "
-            seconds = statistics.median(self._seconds()["placing"])
-            share = self._share("placing")
-            found.append(Finding("placing", f"{text}{_ms(seconds)} of a step.", share=share))
-        return found
+            text += f"{_ms(self._median_s('placing'))} of a step."
+            yield Finding("placing", text, share=self._share("placing"))
 
-    def _of_sums(self) -> list[Finding]:
-        measured = self.measured
+    def _of_sums(self) -> Iterator[Finding]:
         if not self._is_large("sums"):
-            return []
-        sums = measured["sums"]
-        seconds = statistics.median(self._seconds()["sums"])
+            return
+        sums, seconds, share = self.measured["sums"], self._median_s("sums"), self._share("sums")
         text = (
             f"{sums['number']} exchange(s) of {sums['bytes'] / 1e6:.3g} MB take {_ms(seconds)}, "
             f"{8 * sums['bytes'] / seconds / 1e9:.2g} Gbit/s"
         )
         if sums["small"] > sums["number"] / 2:
             text += f"; {sums['small']} of them are below 64 KiB, whose time is that of a start"
-        tried = [trial for trial in measured["trials"] if trial["what"] == "sums"]
+        tried = self._trials("sums")
         helping = [trial for trial in tried if _gain(trial["before"], trial["after"])]
-        share = self._share("sums")
         if not helping:
-            if comparison := measured.get("comparison"):
+            if comparison := self.measured.get("comparison"):
                 text += f". {comparison}, so that the compiler chooses what is exchanged"
             elif tried:
                 text += ". No other form of sums that was tried is faster"
-            return [Finding("sums", f"{text}.", share=share)]
+            yield Finding("sums", f"{text}.", share=share)
+            return
         # A form of sums that rounds gradients is for those who may accept that.
         best = min(helping, key=lambda each: (not each["exact"], statistics.median(each["after"])))
         advice = f"Use {best['name']}{'' if best['exact'] else ', which rounds what is sent'}"
-        return [_tried("sums", f"{text}.", advice, best["before"], best["after"], share=share)]
+        yield _tried("sums", f"{text}.", advice, best["before"], best["after"], share=share)
 
-    def _of_links(self) -> list[Finding]:
+    def _of_links(self) -> Iterator[Finding]:
         """Proposes local steps where links between hosts take much of a step; not tried here."""
         measured, hosts = self.measured, self.measured.get("hosts", 1)
         if hosts == 1 or (share := self._share("sums")) < _LINK_BOUND or not self._is_large("sums"):
-            return []
-        mb, seconds = measured["sums"]["bytes"] / 1e6, statistics.median(self._seconds()["sums"])
+            return
+        mb = measured["sums"]["bytes"] / 1e6
         # A ring between hosts; and a byte for each float32, from each host to each other.
         before, after = 2 * (hosts - 1) / hosts * mb, (hosts - 1) * mb / 4 / _LOCAL_STEPS
-        rest = self.step.median - seconds
-        return [
-            Finding(
-                "link",
-                f"The links between {hosts} hosts take {100 * share:.0f} % of a step, in which "
-                f"each host sends {before:.3g} MB. Model(sync=tnt.LocalSteps(every={_LOCAL_STEPS}, "
-                f'fragments=4, delay=5, compress="int8")) sends {after:.3g} MB a step, '
-                f"{before / after:.0f} times less, while steps run, which then take at least "
-                f"{_ms(rest)}. It is another algorithm, with other results, and was not tried "
-                "(docs/local_steps.md).",
-                share=share,
-            )
-        ]
+        rest = self.step.median - self._median_s("sums")
+        yield Finding(
+            "link",
+            f"The links between {hosts} hosts take {100 * share:.0f} % of a step, in which each "
+            f"host sends {before:.3g} MB. Model(sync=tnt.LocalSteps(every={_LOCAL_STEPS}, "
+            f'fragments=4, delay=5, compress="int8")) sends {after:.3g} MB a step, '
+            f"{before / after:.0f} times less, while steps run, which then take at least "
+            f"{_ms(rest)}. It is another algorithm, with other results, and was not tried "
+            "(docs/local_steps.md).",
+            share=share,
+        )
 
-    def _of_ranks(self) -> list[Finding]:
-        measured, found = self.measured, []
+    def _of_ranks(self) -> Iterator[Finding]:
+        measured = self.measured
         if self._is_large("waiting"):
-            own = [
-                statistics.median(times)
-                for times in zip(*measured["seconds"]["no sums"], strict=True)
-            ]
+            rounds = measured["seconds"]["no sums"]
+            own = [statistics.median(times) for times in zip(*rounds, strict=True)]
             slow = max(range(len(own)), key=own.__getitem__)
             others = statistics.median(own[:slow] + own[slow + 1 :])
             if own[slow] > _SLOW * others:
@@ -360,32 +351,27 @@ class Explanation:
                 )
                 # Sums wait for it, too.
                 share = self._share("waiting") + self._share("sums")
-                found.append(Finding("slow rank", text, share=share))
+                yield Finding("slow rank", text, share=share)
         if self._is_large("sharing"):
             number, cores = measured["processes"], measured["cores_of_machine"]
             text = (
                 f"One process alone computes its rows faster than all {number} at a time: they "
                 f"share {cores} cores."
             )
-            gain = None
-            if self.fewer:
-                pairs = zip(self.fewer["all"], self.fewer["half"], strict=True)
-                gain = _gain(*zip(*((1 / a, 1 / b) for a, b in pairs), strict=True))
-            fewer = "one process" if number < 4 else f"{number // 2} processes"
-            advice = f"Start {fewer}" if gain else ""
-            found.append(Finding("sharing", text, advice, gain, self._share("sharing")))
-        return found
+            advice = f"Start {'one process' if number < 4 else f'{number // 2} processes'}"
+            times = {name: [1 / speed for speed in speeds] for name, speeds in self.fewer.items()}
+            pair = times.get("all"), times.get("half")
+            yield _tried("sharing", text, advice, *pair, share=self._share("sharing"))
 
-    def _of_rows(self) -> list[Finding]:
+    def _of_rows(self) -> Iterator[Finding]:
         half, whole = self.slowest("half the rows"), self.slowest("no sums")
         if half is None or whole is None:
-            return []
+            return
         ratios = [h / w for h, w in zip(half, whole, strict=True)]
         ratio = statistics.median(ratios)
         is_sure = sum(value > _MOSTLY_FIXED for value in ratios) >= _SURE * len(ratios)
-        fused = next((trial for trial in self.measured["trials"] if trial["what"] == "fused"), None)
         if not is_sure or not self._is_large("computing"):
-            return []
+            return
         text = (
             f"Half the rows take {100 * ratio:.0f} % of the time: batches are small, and most of "
             "a step is its start."
@@ -394,47 +380,44 @@ class Explanation:
         share = self._share("computing") * min(2 * ratio - 1, 1.0)
         if self.measured["batch_bytes"] < _SMALL_BYTES:  # Nor does the start of a copy.
             share += self._share("placing")
-        if fused is None:
-            return [Finding("small batch", text, share=share)]
+        if (fused := next(iter(self._trials("fused")), None)) is None:
+            yield Finding("small batch", text, share=share)
+            return
         name, number = self.measured["trained_by"], fused["name"]
         advice = f"compile(steps_per_execution={number})"
         if name != "fit":
             advice = f"Call {name}.scan with batches of dataset.stacked({number})"
-        return [_tried("small batch", text, advice, fused["before"], fused["after"], share=share)]
+        yield _tried("small batch", text, advice, fused["before"], fused["after"], share=share)
 
-    def _of_convolutions(self) -> list[Finding]:
-        trials = [trial for trial in self.measured["trials"] if trial["what"] == "channels"]
-        if not trials or _gain(trials[0]["before"], trials[0]["after"]) is None:
-            return []
-        before, after, step = trials[0]["before"], trials[0]["after"], self.step.median
-        gain = Spread.of([less / step for less in _less(before, after)])
-        if gain.median < 1 - _HELPS:
-            return []
-        share = statistics.median(before) / step
-        text = (
-            f"{trials[0]['name']} convolution(s) have their channels before the dimensions of "
-            f"space, and take {_ms(statistics.median(before))} of a step."
-        )
-        # The convolutions alone were tried.
-        return [Finding("convolution", text, "Put the channels last", gain, share)]
+    def _of_convolutions(self) -> Iterator[Finding]:
+        step = self.step.median
+        for trial in self._trials("channels")[:1]:
+            before, after = trial["before"], trial["after"]
+            # The convolutions alone were tried.
+            gain = Spread.of([less / step for less in _less(before, after)])
+            if _gain(before, after) and gain.median >= 1 - _HELPS:
+                seconds = statistics.median(before)
+                text = (
+                    f"{trial['name']} convolution(s) have their channels before the dimensions of "
+                    f"space, and take {_ms(seconds)} of a step."
+                )
+                yield Finding("convolution", text, "Put the channels last", gain, seconds / step)
 
-    def _of_machine(self) -> list[Finding]:
-        measured, found = self.measured, []
-        faults, compile_s = measured["faults"], measured["compile_s"]
+    def _of_machine(self) -> Iterator[Finding]:
+        faults, compile_s = self.measured["faults"], self.measured["compile_s"]
         if max(faults.values()) > _MANY_PAGES:
             text = (
                 f"Memory is short: while steps ran, {faults['major']} pages of the process "
                 f"were read from disk, and {faults['swapped']} were swapped in."
             )
             # Whatever else is slow may be so for this reason.
-            found.append(Finding("memory", text, share=1.0))
-        if not measured["cache"] and compile_s > _LONG_COMPILATION_S:
-            text = (
+            yield Finding("memory", text, share=1.0)
+        if not self.measured["cache"] and compile_s > _LONG_COMPILATION_S:
+            yield Finding(
+                "cache",
                 f"Each start compiles for {compile_s:.1f} s, because no programs are kept "
-                "(JAX_COMPILATION_CACHE_DIR is not set)."
+                "(JAX_COMPILATION_CACHE_DIR is not set).",
             )
-            found.append(Finding("cache", text))
-        return found
 
     @property
     def text(self) -> str:
@@ -502,13 +485,6 @@ def _gain(before: Sequence[float], after: Sequence[float]) -> Spread | None:
     return Spread.of([1 - b / a for a, b in zip(before, after, strict=True)])
 
 
-def _unsure_which(tried: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Says of callbacks, none of which was seen to help when it was left out, what is known."""
-    if len(tried) > 1:
-        return ["Callbacks hold steps up; no single one does."]
-    return [f"Callbacks hold steps up; {trial['name']} alone acts after each." for trial in tried]
-
-
 def _tried(
     cause: str,
     text: str,
@@ -542,24 +518,21 @@ td:first-child, th:first-child { text-align: left; }
 def _stacked(parts: Sequence[Part]) -> str:
     shapes, left = [], 0.0
     for number, part in enumerate(parts):
-        width = part.share * _WIDTH
+        name, width, share = escape(part.name), part.share * _WIDTH, f"{100 * part.share:.0f} %"
         color = _COLORS[number % len(_COLORS)]
-        tip = f"<title>{escape(part.name)}: {100 * part.share:.0f} %</title>"
-        shapes.append(
-            f'<rect x="{left:.1f}" y="0" width="{width:.1f}" height="{_BAR}" fill="{color}">{tip}'
-            "</rect>"
-        )
-        left += width
         x, y = (number % 3) * _WIDTH / 3, _BAR + 20 + number // 3 * 20
-        shapes.append(f'<rect x="{x:.0f}" y="{y - 10}" width="10" height="10" fill="{color}"/>')
-        label = f"{escape(part.name)} {100 * part.share:.0f} %"
-        shapes.append(f'<text x="{x + 15:.0f}" y="{y}">{label}</text>')
+        shapes += [
+            f'<rect x="{left:.1f}" y="0" width="{width:.1f}" height="{_BAR}" fill="{color}">'
+            f"<title>{name}: {share}</title></rect>",
+            f'<rect x="{x:.0f}" y="{y - 10}" width="10" height="10" fill="{color}"/>',
+            f'<text x="{x + 15:.0f}" y="{y}">{name} {share}</text>',
+        ]
+        left += width
     height = _BAR + 30 + -(-len(parts) // 3) * 20
     return _svg(height, "Shares of a step", shapes)
 
 
 def _dots(kinds: Mapping[str, Sequence[float]]) -> str:
-    """Returns a picture with a line for each kind, and a dot for each round."""
     longest = max((max(times) for times in kinds.values() if times), default=1.0) or 1.0
     shapes, start = [], 150
     scale = (_WIDTH - start - 70) / longest

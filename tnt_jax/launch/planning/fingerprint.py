@@ -32,11 +32,7 @@ def first_difference(path: str | Path, other: str | Path) -> str | None:
         )
     for step in sorted(common):
         left, right = ours[step]["arrays"], theirs[step]["arrays"]
-        names = [
-            name
-            for name in [*left, *(right.keys() - left.keys())]
-            if left.get(name) != right.get(name)
-        ]
+        names = [name for name in left | right if left.get(name) != right.get(name)]
         if names or ours[step]["epoch"] != theirs[step]["epoch"]:
             more = f" and {len(names) - _NAMED_ARRAYS} more" if len(names) > _NAMED_ARRAYS else ""
             what = f"{', '.join(names[:_NAMED_ARRAYS])}{more}" if names else "the epoch"

@@ -169,17 +169,12 @@ def fit(
     """
     within = [one for one in measured if one.ranks > 1 and one.hosts == 1]
     between = [one for one in measured if one.hosts > 1]
-    models = []
-    for overlap in (True, False):
-        links = Links(gpus_per_host, math.inf, math.inf, 0, 0)
-        model = Model(tuple(buckets_mb), links, overlap, outer)
-        model = _best(model, "gpu_gbytes", within)
-        if link_gbit is None:
-            model = _best(model, "host_gbytes", between)
-        else:
-            rate = link_gbit / 8 * TCP_PAYLOAD_SHARE
-            model = replace(model, links=model.links._replace(host_gbytes=rate))
-        models.append(model)
+    rate = math.inf if link_gbit is None else link_gbit / 8 * TCP_PAYLOAD_SHARE
+    links = Links(gpus_per_host, math.inf, rate, 0, 0)
+    models = [Model(tuple(buckets_mb), links, overlap, outer) for overlap in (True, False)]
+    models = [_best(model, "gpu_gbytes", within) for model in models]
+    if link_gbit is None:
+        models = [_best(model, "host_gbytes", between) for model in models]
     return min(models, key=lambda model: _squares(model, measured))
 
 

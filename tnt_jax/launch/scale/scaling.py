@@ -7,6 +7,7 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import partial
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
@@ -154,17 +155,13 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Point:
-    """One number of ranks.
+    """One number of ranks; what is not described here is as of `Run` and `Shares`.
 
     Attributes:
-        global_batch: Rows of a global batch.
-        examples_per_s: Real rows a second.
-        step_s: Seconds of a step.
         efficiency: Examples a second and rank, divided by those of the first number of ranks in the
             same round.
-        compute, communication, data, host, compile_s: Medians; see `Run` and `Shares`.
+        compute, communication, data, host, compile_s: Medians.
         memory_bytes: Highest.
-        gradient_bytes: Gradients that the ranks sum in a step.
     """
 
     ranks: int
@@ -258,8 +255,7 @@ class Projection:
 
     def lines(self) -> list[str]:
         """Returns what is projected, as text."""
-        what = "gradients while they" if self.overlaps else "gradients after all"
-        what += " are computed"
+        what = f"gradients {'while they' if self.overlaps else 'after all'} are computed"
         if (outer := self.outer) is not None:
             what = (
                 f"outer updates of {outer.mb:.3g} MB from each group of {outer.ranks} rank(s) to "
@@ -386,7 +382,6 @@ class Scaling:
         return file.getvalue()
 
     def _repr_png_(self) -> bytes | None:
-        """Returns the picture, which notebooks show; None without Matplotlib."""
         return None if find_spec("matplotlib") is None else self.to_png()
 
     def to_json(self) -> str:
@@ -426,7 +421,6 @@ def _rows(points: Sequence[Point]) -> list[str]:
 
 
 def _cells(point: Point) -> tuple[str, ...]:
-    shares = (point.compute, point.communication, point.data, point.host)
     return (
         str(point.ranks),
         str(point.global_batch),
@@ -435,7 +429,7 @@ def _cells(point: Point) -> tuple[str, ...]:
         ),
         _with_range(point.step_s, 1000, "{:.2f}"),
         _with_range(point.efficiency, 1, "{:.2f}"),
-        *(f"{100 * share:.0f} %" for share in shares),
+        *(f"{100 * getattr(point, name):.0f} %" for name in _SHARES),
         f"{point.compile_s:.1f}",
         f"{point.memory_bytes / 2**20:.0f}",
     )
@@ -478,18 +472,17 @@ def continue_curve(
     per_host = max(-(-point.ranks // point.hosts) for point in points)
     mb = largest.gradient_bytes / 1e6
     num_buckets = max(1, round(mb / (_CPU_BUCKET_MB if largest.device == "cpu" else _BUCKET_MB)))
-
-    def model_of(those: Sequence[Measured]) -> Model:
-        buckets_mb = [mb / num_buckets] * num_buckets
-        return fit(those, buckets_mb, gpus_per_host=per_host, link_gbit=link_gbit, outer=outer)
-
+    buckets_mb = [mb / num_buckets] * num_buckets
+    model_of = partial(
+        fit, buckets_mb=buckets_mb, gpus_per_host=per_host, link_gbit=link_gbit, outer=outer
+    )
     last = measured[-1]
     error = model_of(measured[:-1]).step_ms(last.ranks, last.local_ms) / last.step_ms - 1
     model = model_of(measured)
     numbers = [largest.ranks * 2]
-    while numbers[-1] * 2 < to_ranks:
+    while numbers[-1] < to_ranks:
         numbers.append(numbers[-1] * 2)
-    numbers = [number for number in numbers if number < to_ranks] + [to_ranks]
+    numbers[-1] = to_ranks
     return Projection(
         tuple(_projected(scaling, n, model) for n in numbers),
         largest.ranks,
@@ -512,8 +505,7 @@ def _projected(scaling: Scaling, ranks: int, model: Model) -> ProjectedPoint:
     rows = first.examples_per_s.median * first.step_s.median
     rows *= ranks / first.ranks if scaling.is_weak else 1
     speed = rows / step_ms * 1000
-    each = first.examples_per_s.median / first.ranks
-    efficiency = speed / ranks / each
+    efficiency = speed / ranks / (first.examples_per_s.median / first.ranks)
     return ProjectedPoint(ranks, step_ms / 1000, speed, efficiency, model.host_mb(ranks))
 
 

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -89,26 +89,24 @@ class Recording:
 
 def read_lines(lines: Iterable[str]) -> Recording:
     """Returns the recording that a process has reported in some lines."""
-    start: dict[str, Any] | None = None
-    steps = []
-    for line in lines:
-        found = json.loads(line.removeprefix(RECORD_MARK))
-        if "left_out" in found:
-            return Recording(left_out=found["left_out"])
-        if start is None:
-            start = found
-            continue
-        place = {name: found[name] for name in ("epoch", "batch", "num_rows")}
-        steps.append(Step(found["step"], place, found["rows"], found["metrics"], found["arrays"]))
-    if start is None:
+    found = [json.loads(line.removeprefix(RECORD_MARK)) for line in lines]
+    if reasons := [each["left_out"] for each in found if "left_out" in each]:
+        return Recording(left_out=reasons[0])
+    if not found:
         return Recording(left_out="No step was recorded.")
+    start, *rest = found
+    steps = []
+    for each in rest:
+        place = {name: each[name] for name in ("epoch", "batch", "num_rows")}
+        steps.append(Step(each["step"], place, each["rows"], each["metrics"], each["arrays"]))
     facts = {name: value for name, value in start.items() if name not in ("step", "arrays")}
     return Recording(facts, Step(start["step"], {}, None, {}, start["arrays"]), tuple(steps))
 
 
-def change(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[float]:
+def change(path: str, before: Step, after: Step) -> list[float]:
     """Returns the signed sums of what was added to an array between two steps."""
-    return [b - a for a, b in zip(before["sums"], after["sums"], strict=True)]
+    pairs = zip(before.arrays[path]["sums"], after.arrays[path]["sums"], strict=True)
+    return [b - a for a, b in pairs]
 
 
 def distance(some: list[float], other: list[float]) -> float:
@@ -159,7 +157,7 @@ class Rounding:
 
     def __init__(self, plain: Recording, rounded: Recording | None) -> None:
         self.unit: float = plain.facts["unit"]
-        self._plain, self._rounded = plain, rounded
+        self._runs = () if rounded is None else (plain, rounded)
         self._largest = {} if rounded is None else _largest_apart(plain, rounded)
 
     def of_change(self, path: str, before: Step, after: Step) -> float:
@@ -172,25 +170,19 @@ class Rounding:
         array = after.arrays[path]
         return max(
             _MARGIN * seen,
-            _HALF_OF_DIGITS * math.sqrt(self.unit) * size(change(before.arrays[path], array)),
+            _HALF_OF_DIGITS * math.sqrt(self.unit) * size(change(path, before, after)),
             _STORED * array["eps"] * array["norm"],
         )
 
     def _seen(self, path: str, start: int, end: int) -> float:
-        if self._rounded is None:
-            return 0.0
-        known = [(run.at(start), run.at(end)) for run in (self._plain, self._rounded)]
-        changes = [change(a.arrays[path], b.arrays[path]) for a, b in known if a and b]
+        known = [(run.at(start), run.at(end)) for run in self._runs]
+        changes = [change(path, a, b) for a, b in known if a and b]
         return distance(*changes) if len(changes) == 2 else 0.0
 
     def of_metric(self, name: str, index: int, step: Step) -> float:
         """Returns what rounding explains of a value of a metric."""
         value = step.metrics[name][index]
-        pair = (
-            []
-            if self._rounded is None
-            else [self._plain.at(step.step), self._rounded.at(step.step)]
-        )
+        pair = [run.at(step.step) for run in self._runs]
         values = [each.metrics[name][index] for each in pair if each is not None]
         seen = abs(values[0] - values[1]) if len(values) == 2 else 0.0
         turned = 0.0 if name == "loss" else _TURNED_ROWS / step.place["num_rows"]
@@ -226,16 +218,13 @@ def compare(reference: Recording, other: Recording, rounding: Rounding) -> Diffe
         ours = reference.at(theirs.step)
         if ours is None or before is None:
             break
-        found = _compare_rows(reference, other, ours, theirs)
-        if found is None:
-            pair = (before, ours), (before_other, theirs)
-            differing = _differing(*pair, rounding)
-            if differing:
-                causes = _causes(other, *pair, differing, earlier)
-                text = _text(*pair, differing, rounding)
-                return Difference(ours.step, ours.name, differing[0], text, causes)
-        else:
+        if (found := _compare_rows(reference, other, ours, theirs)) is not None:
             return found
+        pair = (before, ours), (before_other, theirs)
+        if differing := _differing(*pair, rounding):
+            causes = [*_causes(other, *pair, differing, earlier)]
+            text = _text(*pair, differing, rounding)
+            return Difference(ours.step, ours.name, differing[0], text, causes)
         before, before_other = ours, theirs
         earlier.append(ours)
     if not earlier:
@@ -254,8 +243,7 @@ def largest_difference(reference: Recording, other: Recording) -> float:
             continue
         total = apart = 0.0
         for path in _floating(ours[1]):
-            own = change(ours[0].arrays[path], ours[1].arrays[path])
-            theirs = change(before.arrays[path], after.arrays[path])
+            own, theirs = change(path, ours[0], ours[1]), change(path, before, after)
             total, apart = total + size(own) ** 2, apart + distance(own, theirs) ** 2
         found = max(found, math.sqrt(apart / total) if total else 0.0)
     return found
@@ -296,7 +284,7 @@ def _compare_start(reference: Recording, other: Recording, rounding: Rounding) -
         pair = (reference.start, start), (reference.start, begins)
         names = _differing(*pair, rounding, metrics=False)
         causes = ["What was restored is not what was trained before the fault, which agreed."]
-        text = f"The resumed run begins with other values of {_listed(names)}." if names else ""
+        text = f"The resumed run begins with other values of {_listed(names)}."
     return Difference(start.step, start.name, names[0], text, causes) if names else None
 
 
@@ -307,19 +295,13 @@ def _differing(
     ours: _Pair, theirs: _Pair, rounding: Rounding, *, metrics: bool = True
 ) -> list[str]:
     """Returns arrays and metrics that differ by more than rounding, in the order of the state."""
-    (before, after), (_, after_other) = ours, theirs
+    after, after_other = ours[1], theirs[1]
     found = []
     for path, array in after.arrays.items():
-        other = after_other.arrays[path]
-        if array["digest"] == other["digest"]:
+        if array["digest"] == after_other.arrays[path]["digest"]:
             continue
-        if "sums" not in array:
-            found.append(path)
-            continue
-        limit = rounding.of_change(path, before, after)
-        apart = _apart(path, ours, theirs)
         # A comparison with NaN is False.
-        if not apart <= limit:
+        if "sums" not in array or not _apart(path, ours, theirs) <= rounding.of_change(path, *ours):
             found.append(path)
     if not metrics:
         return found
@@ -336,14 +318,12 @@ def _differing(
 
 
 def _apart(path: str, ours: _Pair, theirs: _Pair) -> float:
-    changes = [change(before.arrays[path], after.arrays[path]) for before, after in (ours, theirs)]
-    return distance(*changes)
+    return distance(change(path, *ours), change(path, *theirs))
 
 
 def _compare_rows(
     reference: Recording, other: Recording, ours: Step, theirs: Step
 ) -> Difference | None:
-    """Returns how the rows of a batch differ, or None."""
     if ours.place != theirs.place:
         text = f"It has {theirs.name}."
         causes = ["The script makes its batches from the number of ranks, or its data differ."]
@@ -382,7 +362,7 @@ def _text(ours: _Pair, theirs: _Pair, differing: Sequence[str], rounding: Roundi
         first = arrays[0]
         words = f"{_listed(arrays)} ({len(arrays)} of {len(ours[1].arrays)} arrays)"
         if "sums" in ours[1].arrays[first]:
-            whole = size(change(ours[0].arrays[first], ours[1].arrays[first]))
+            whole = size(change(first, *ours))
             share = _percent(_apart(first, ours, theirs), whole)
             limit = _percent(rounding.of_change(first, *ours), whole)
             words += (
@@ -403,21 +383,17 @@ def _causes(
     theirs: _Pair,
     differing: Sequence[str],
     earlier: Sequence[Step],
-) -> list[str]:
-    """Returns what is likely to have made arrays differ, although the rows are the same."""
-    causes = []
-    factor = _factor(ours, theirs, differing)
-    if factor is not None:
-        causes.append(
+) -> Iterator[str]:
+    """Yields what is likely to have made arrays differ, although the rows are the same."""
+    if (factor := _factor(ours, theirs, differing)) is not None:
+        yield (
             f"The updates are {factor:.3g} times those of the reference, in the same direction: a "
             "learning rate, a loss or a gradient that is multiplied, or divided, by the number of "
             "ranks."
         )
-    drawn = [
-        shape for shape in other.facts.get("drawn", []) if other.facts["rows_of_rank"] in shape
-    ]
-    if drawn:
-        causes.append(
+    shapes = other.facts.get("drawn", [])
+    if drawn := [shape for shape in shapes if other.facts["rows_of_rank"] in shape]:
+        yield (
             f"Random numbers that are drawn for a rank's own rows without their row in the global "
             f"batch, {drawn[0]}: each rank draws the same numbers for other rows. Draw them with "
             "the key that the step is given."
@@ -425,41 +401,35 @@ def _causes(
     is_padded = bool(ours[1].place["num_rows"] % other.ranks)
     if is_padded and not any(step.place["num_rows"] % other.ranks for step in earlier):
         after = " Steps before, which the ranks share evenly, agree." if earlier else ""
-        causes.append(
+        yield (
             f"{ours[1].place['num_rows']} rows are not shared evenly by {other.ranks} ranks: a "
             "loss or a statistic that divides by a rank's own rows, or counts its padding."
             f"{after} Give a value for each row and leave the average to the step."
         )
     own = other.facts.get("own_statistics")
     if statistics := [path for path in differing if path in (own or [])]:
-        causes.append(
+        yield (
             "Statistics of each rank's own rows, such as those of batch normalisation "
             f"({statistics[0]}): give it axis_name='data', or Model(synchronize_batch_norm=True) "
             "for Keras."
         )
     named = [path for path in differing if _STATISTICS.search(path)]
     if own is None and named:
-        causes.append(
+        yield (
             f"{named[0]}, by its name a statistic of batch normalisation, may not be that of the "
             "global batch: a guess from the name alone. Give the layer axis_name='data'."
         )
     if other.facts.get("as") == "passes":
-        causes.append("A loss or a statistic that divides by the rows of a pass.")
-    return causes
+        yield "A loss or a statistic that divides by the rows of a pass."
 
 
 def _factor(ours: _Pair, theirs: _Pair, differing: Sequence[str]) -> float | None:
     """Returns by what the updates of the reference are multiplied, if they are."""
-    paths = [path for path in differing if "sums" in ours[1].arrays.get(path, {})]
     pairs = [
         pair
-        for path in paths
-        if not _STATISTICS.search(path)
-        for pair in zip(
-            change(ours[0].arrays[path], ours[1].arrays[path]),
-            change(theirs[0].arrays[path], theirs[1].arrays[path]),
-            strict=True,
-        )
+        for path in differing
+        if "sums" in ours[1].arrays.get(path, {}) and not _STATISTICS.search(path)
+        for pair in zip(change(path, *ours), change(path, *theirs), strict=True)
     ]
     whole = sum(a * a for a, _ in pairs)
     if not whole or not math.isfinite(sum(abs(b) for _, b in pairs)):

@@ -43,15 +43,10 @@ class Check:
         if self.because:
             return [f"{self.name}: {'FAILED' if self.has_failed else 'left out'}. {self.because}"]
         if self.difference is None:
-            how = (
-                "the same bits"
-                if self.has_equal_bits
-                else f"the same; updates differ by {self.largest:.1e} at most"
-            )
-            return [f"{self.name}: {how}"]
-        return [f"{self.name}: DIFFERS. {line}" for line in describe(self.difference)[:1]] + [
-            f"  {line}" for line in describe(self.difference)[1:]
-        ]
+            how = f"the same; updates differ by {self.largest:.1e} at most"
+            return [f"{self.name}: {'the same bits' if self.has_equal_bits else how}"]
+        first, *causes = describe(self.difference)
+        return [f"{self.name}: DIFFERS. {first}", *(f"  {cause}" for cause in causes)]
 
 
 def describe(difference: Difference) -> list[str]:
@@ -130,10 +125,9 @@ class Receipt:
             Recording.from_dict(kept["reference"]),
             kept["rounded"] and Recording.from_dict(kept["rounded"]),
             [
-                Check(
-                    **check | {"difference": (found := check["difference"]) and Difference(**found)}
-                )
+                Check(**check | {"difference": found and Difference(**found)})
                 for check in kept["checks"]
+                for found in [check["difference"]]
             ],
             kept["scaling"] and Scaling.from_json(json.dumps(kept["scaling"])),
         )
@@ -162,12 +156,10 @@ def compare_receipts(ours: Receipt, theirs: Receipt) -> tuple[list[str], Differe
         "script": (" ".join(theirs.script), " ".join(ours.script)),
         "checksum of the script": (theirs.checksum[:12], ours.checksum[:12]),
         "commit": (theirs.commit, ours.commit),
-        **{
-            name: (theirs.reference.facts[name], ours.reference.facts[name])
-            for name in ("device", "ranks")
-        },
     }
-    before, after = (x.reference.facts["versions"] for x in (theirs, ours))
+    there, here = theirs.reference.facts, ours.reference.facts
+    pairs |= {name: (there[name], here[name]) for name in ("device", "ranks")}
+    before, after = there["versions"], here["versions"]
     pairs |= {name: (before.get(name), after.get(name)) for name in {**before, **after}}
     notes = [f"{name}: {old} there, {new} here" for name, (old, new) in pairs.items() if old != new]
     return notes, compare(theirs.reference, ours.reference, rounding)
