@@ -28,7 +28,7 @@ The launcher sends it:
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 # A process that is lost sooner after it was started, so many times in a row, is not started again.
@@ -68,7 +68,7 @@ class _Seat:
 
     Attributes:
         is_in: Whether it belongs to the generation.
-        ready: What it reported of its place, once it waits for the next generation.
+        ready: What it reported of its place, once it waits for the next generation; else empty.
         heard_at: When it last reported something; None before its first report.
         losses: Processes of this rank in a row that were lost early.
     """
@@ -77,7 +77,7 @@ class _Seat:
     started_at: float
     is_running: bool = True
     is_in: bool = True
-    ready: dict[str, Any] | None = None
+    ready: Mapping[str, Any] = field(default_factory=dict)
     heard_at: float | None = None
     losses: int = 0
 
@@ -123,7 +123,7 @@ class Membership:
         """Takes a message of a process."""
         seat = self._seats[rank]
         if self._is_over and seat.is_in and message["kind"] == "ready":
-            seat.ready = dict(message)
+            seat.ready = message
             self._give_up_if_over()
         if not seat.is_running or self._is_over:
             return
@@ -149,9 +149,9 @@ class Membership:
                 self._actions.say(f"Process {rank} does not join: {message['why']}")
 
     def _take_ready(self, rank: int, seat: _Seat, message: Mapping[str, Any]) -> None:
-        seat.ready = dict(message)
-        if not seat.is_in and seat.ready["call"] < len(self._calls):
-            seat.ready = None  # The call has ended meanwhile, as `_take_result` says.
+        seat.ready = message
+        if not seat.is_in and message["call"] < len(self._calls):
+            seat.ready = {}  # The call has ended meanwhile, as `_take_result` says.
         elif not seat.is_in:
             self._admit()
         elif not self._causes and message.get("number", self._number) == self._number:
@@ -159,12 +159,8 @@ class Membership:
         self._form()
 
     def _end_stuck(self, message: Mapping[str, Any]) -> None:
-        if (
-            message["number"] == self._number
-            and not self._causes
-            and message["number"] > self._stuck
-        ):
-            self._stuck = message["number"]  # The others report it, too.
+        if message["number"] == self._number > self._stuck and not self._causes:
+            self._stuck = self._number  # The others report it, too.
             self._actions.say(message["why"])
             self._actions.kill(self._order[message["index"]])
 
@@ -172,11 +168,7 @@ class Membership:
         """Lets processes join that wait for the call in which the others are."""
         if self._obstacle or self._is_over:
             return
-        waiting = {
-            rank: seat
-            for rank, seat in self._seats.items()
-            if not seat.is_in and seat.ready is not None
-        }
+        waiting = self._waiting
         if self._causes or self._can_train(len(self._members) + len(waiting)):
             for rank, seat in waiting.items():
                 self._interrupt(f"process {rank} joins on {seat.host}")
@@ -185,9 +177,9 @@ class Membership:
         if message["call"] != len(self._calls):
             return  # Another process has reported it.
         self._calls.append(message["result"])
-        for seat in self._seats.values():
-            if not seat.is_in and seat.ready is not None and seat.ready["call"] < len(self._calls):
-                seat.ready = None  # It goes on to the next one.
+        for seat in self._waiting.values():
+            if seat.ready["call"] < len(self._calls):
+                seat.ready = {}  # It goes on to the next one.
         self._send_calls()
 
     def _send_calls(self) -> None:
@@ -224,7 +216,7 @@ class Membership:
             )
         if self._is_over:
             return False
-        was_in, seat.is_running, seat.is_in, seat.ready = seat.is_in, False, False, None
+        was_in, seat.is_running, seat.is_in, seat.ready = seat.is_in, False, False, {}
         if seat.losses < _MOST_EARLY:
             has_lasted = time.monotonic() - seat.started_at > _EARLY_S
             seat.losses = 0 if has_lasted else seat.losses + 1
@@ -285,21 +277,22 @@ class Membership:
         if self._is_over:
             return
         for rank, seat in self._seats.items():
-            if seat.is_running and seat.heard_at is not None:
-                silent_s = now - seat.heard_at
-                if silent_s > self._silence_s:
-                    seat.heard_at = now
-                    self._actions.say(
-                        f"Process {rank} on {seat.host} has been silent for {silent_s:.0f} s, and "
-                        "is ended."
-                    )
-                    self._actions.kill(rank)
+            silent_s = 0.0 if seat.heard_at is None else now - seat.heard_at
+            if seat.is_running and silent_s > self._silence_s:
+                seat.heard_at = now
+                text = f"has been silent for {silent_s:.0f} s, and is ended."
+                self._actions.say(f"Process {rank} on {seat.host} {text}")
+                self._actions.kill(rank)
 
     # Generations.
 
     @property
     def _members(self) -> dict[int, _Seat]:
         return {rank: seat for rank, seat in self._seats.items() if seat.is_in}
+
+    @property
+    def _waiting(self) -> dict[int, _Seat]:
+        return {rank: seat for rank, seat in self._seats.items() if seat.ready and not seat.is_in}
 
     def _interrupt(self, why: str) -> None:
         if not self._causes:
@@ -323,33 +316,29 @@ class Membership:
     def _form(self) -> None:
         """Forms the next generation, once all that live of the last one wait for it."""
         members = self._members
-        if not self._causes or any(seat.ready is None for seat in members.values()):
+        if not self._causes or not all(seat.ready for seat in members.values()):
             return
         if self._without_step > _MOST_WITHOUT_STEP:
             self._give_up(f"no step was done in {_MOST_WITHOUT_STEP} tries")
             return
-        places = {rank: seat.ready for rank, seat in members.items() if seat.ready is not None}
-        if not any(map(_done, places.values())):
+        # How far each has come; one that is lost, or joins, counts as the least.
+        done = {rank: tuple(seat.ready["done"]) for rank, seat in members.items()}
+        if not any(done.values()):
             self._give_up("no process is left that has the state of training")
             return
-        call = max(place["call"] for place in places.values())
-        if any(place["call"] != call for place in places.values()):
+        calls = {seat.ready["call"] for seat in members.values()}
+        if len(calls) > 1:
             self._give_up("the processes were in different calls of the script")
             return
         # Of those with the newest state the first.
-        source = max(self._order, key=lambda rank: _done(places.get(rank)))
-        joining = {
-            rank: seat
-            for rank, seat in self._seats.items()
-            if seat.ready is not None and not seat.is_in and seat.ready["call"] == call
-        }
-        joins = sorted(joining)
+        source = max(self._order, key=lambda rank: done.get(rank, ()))
+        joins = sorted(rank for rank, seat in self._waiting.items() if seat.ready["call"] in calls)
+        known = {*members, *joins}
         while joins and not self._can_train(len(members) + len(joins)):
             joins.pop()
         # The master stays, and who joins comes last.
         ranks = [rank for rank in self._order if rank in members] + joins
         if not self._can_train(len(ranks)):
-            known = {*members, *joining}
             if not any(seat.is_running for rank, seat in self._seats.items() if rank not in known):
                 self._give_up(f"{len(known)} process(es) are left, {self._what_lacks(len(known))}")
             return
@@ -369,12 +358,11 @@ class Membership:
             self._actions.show(ranks[0])
         self._order = list(ranks)
         first = self._seats[ranks[0]].ready
-        assert first is not None
         is_one_host = len({self._seats[rank].host for rank in ranks}) == 1
         address = first["local_address"] if is_one_host else first["address"]
         for index, rank in enumerate(ranks):
             seat = self._seats[rank]
-            seat.is_in, seat.ready = True, None
+            seat.is_in, seat.ready = True, {}
             self._actions.tell(
                 rank,
                 kind="form",
@@ -393,15 +381,10 @@ class Membership:
 
     def _give_up_if_over(self) -> None:
         """Ends processes that wait for a generation without one that has ended its script."""
-        if any(seat.ready is not None for seat in self._members.values()):
+        if any(seat.ready for seat in self._members.values()):
             self._give_up("a process has come to the end of its script meanwhile")
 
     def _give_up(self, reason: str) -> None:
         self._is_over = True
         causes = "; ".join(self._causes)
         self._actions.give_up(f"{causes}. Training cannot go on in place: {reason}.")
-
-
-def _done(ready: Mapping[str, Any] | None) -> tuple[int, ...]:
-    """Returns how far a process has come; the least of all for one that is lost or joins."""
-    return () if ready is None else tuple(ready["done"])

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import re
 import selectors
@@ -21,7 +22,8 @@ import time
 import tty
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import IO, Any
+from io import FileIO
+from typing import Any
 
 from tnt_jax.launch.planning.facts import examine, inspect_host
 from tnt_jax.launch.processtree import (
@@ -57,10 +59,7 @@ _LONGEST_BYTES = 128
 
 
 class _WithoutGreetings:
-    """Passes on a stream without Gloo's greetings, which arrive in pieces.
-
-    What may become one is held back until it is clear.
-    """
+    """Passes on a stream without Gloo's greetings; what may become one waits for its end."""
 
     def __init__(self) -> None:
         self._waiting = b""
@@ -87,8 +86,7 @@ def expand(value: str, environ: Mapping[str, str]) -> str:
         '/home/ada/data::$5'
     """
     return _VARIABLE.sub(
-        lambda found: environ.get(found[1] or found[2] or "", "") if found[1] or found[2] else "$",
-        value,
+        lambda found: environ.get(name, "") if (name := found[1] or found[2]) else "$", value
     )
 
 
@@ -108,21 +106,20 @@ class Child:
         self.shown: frozenset[str] = frozenset(process["shown"])
         self._tails = {"stdout": b"", "stderr": b""}
         self._filters = {name: _WithoutGreetings() for name in self._tails}
-        self._log: IO[bytes] | None = _open_log(
+        self._log: FileIO | None = None
+        if path := process["log_file"]:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
             # Behind what the process wrote in whose place it comes.
-            process["log_file"],
-            "ab" if "TNT_ELASTIC_JOINS" in process["environment"] else "wb",
-        )
+            self._log = FileIO(path, "a" if "TNT_ELASTIC_JOINS" in process["environment"] else "w")
         # The ends of its standard output and error that the process writes and that we read.
         pairs = {
             name: _open_stream(process["columns"] if name in process["terminals"] else None)
-            for name in ("stdout", "stderr")
+            for name in self._tails
         }
         self.link, link_end = socket.socketpair() if process["is_elastic"] else (None, None)
+        write_fds = {name: write_fd for name, (_, write_fd) in pairs.items()}
         try:
-            self._popen = _start(
-                process, {name: write_fd for name, (_, write_fd) in pairs.items()}, link_end
-            )
+            self._popen = _start(process, write_fds, link_end)
         finally:
             for _, write_fd in pairs.values():
                 os.close(write_fd)
@@ -193,10 +190,6 @@ class Child:
                 self.link.shutdown(socket.SHUT_WR)
         self.link.setblocking(False)
 
-    def close(self, name: str) -> None:
-        """Closes one stream."""
-        os.close(self.streams.pop(name))
-
     def ended(self, wait_status: int) -> None:
         """Records the status that `waitpid` returned for this process."""
         code = os.waitstatus_to_exitcode(wait_status)
@@ -243,13 +236,6 @@ def _open_stream(columns: int | None) -> tuple[int, int]:
     return read_fd, write_fd
 
 
-def _open_log(path: str | None, mode: str) -> IO[bytes] | None:
-    if path is None:
-        return None
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    return open(path, mode, buffering=0)
-
-
 def _start(
     process: Mapping[str, Any], streams: Mapping[str, int], link: socket.socket | None
 ) -> subprocess.Popen[bytes]:
@@ -291,8 +277,8 @@ _AGAIN_S = 1.0
 # alive.
 _LAST_PIECES = 16
 FileLike = int | selectors.EpollSelector
-# The ports taken by `listen`.
-_listening: dict[int, socket.socket] = {}
+# What `listen` has opened.
+_listeners: list[socket.socket] = []
 
 
 def listen(port: int | None) -> int:
@@ -304,15 +290,14 @@ def listen(port: int | None) -> int:
     listener = socket.create_server(
         ("", port or 0), family=family, dualstack_ipv6=both, backlog=4096
     )
-    number = listener.getsockname()[1]
-    _listening[number] = listener
-    return number
+    _listeners.append(listener)
+    return listener.getsockname()[1]
 
 
 def stop_listening() -> None:
     """Frees the ports taken by `listen`."""
-    while _listening:
-        _listening.popitem()[1].close()
+    while _listeners:
+        _listeners.pop().close()
 
 
 def find_reachable(hosts: Sequence[str], port: int) -> list[str]:
@@ -352,13 +337,13 @@ class Supervisor:
         self._outbox.put(GREETING)
         self._children: dict[int, Child] = {}
         self._connected = True
-        self._started = self._finished = self._beats = False
+        self._started = self._finished = False
         # Whether further processes may be started when all have ended.
         self._stays = False
         # A signal that came before the processes were started.
         self._early: int | None = None
         self._again_at = 0.0
-        self._kill_at: float | None = None
+        self._kill_at = math.inf
         self._silence_s: float | None = None
         self._memory_kills = count_memory_kills()
         self._heard_at = self._turned_at = time.monotonic()
@@ -372,20 +357,14 @@ class Supervisor:
         self._selector.register(self._read_fd, selectors.EVENT_READ, self._hear)
         while self._connected or self._running():
             self._write()
-            self._watch(
-                self._write_fd, selectors.EVENT_WRITE, self._write, wanted=bool(self._outbox)
-            )
+            num_bytes = len(self._outbox)
+            self._watch(self._write_fd, selectors.EVENT_WRITE, self._write, wanted=num_bytes > 0)
             # If the launcher reads more slowly than the processes write, these wait, as with a
             # terminal.
-            self._watch(
-                self._outputs,
-                selectors.EVENT_READ,
-                self._relay_all,
-                wanted=len(self._outbox) < _BACKLOG_BYTES,
-            )
-            for key, _ in self._selector.select(
-                BEAT_INTERVAL_S / 2 if self._kill_at is None else 0.05
-            ):
+            is_open = num_bytes < _BACKLOG_BYTES
+            self._watch(self._outputs, selectors.EVENT_READ, self._relay_all, wanted=is_open)
+            wait_s = BEAT_INTERVAL_S / 2 if self._kill_at == math.inf else 0.05
+            for key, _ in self._selector.select(wait_s):
                 key.data()
             self._keep_time()
             is_over = self._started and not self._stays and not self._running()
@@ -462,7 +441,7 @@ class Supervisor:
             self._send("answer", error=f"{type(error).__name__}: {error}")
 
     def _on_start(self, message: Mapping[str, Any]) -> None:
-        self._started = True
+        is_first, self._started = not self._started, True
         self._stays = message["stays"]
         self._silence_s = message["silence_s"]
         for process in message["processes"]:
@@ -482,8 +461,7 @@ class Supervisor:
         if self._early is not None:
             self._on_signal({"signum": self._early})
         # After the first forks, because it makes a thread.
-        if not self._beats:
-            self._beats = True
+        if is_first:
             self._outbox.beat_for_ever()
 
     def _on_member(self, message: Mapping[str, Any]) -> None:
@@ -515,11 +493,10 @@ class Supervisor:
     def _stop(self, grace_s: float) -> None:
         """Asks all processes to end and sets the time at which they are killed."""
         self._stays = False
-        if self._kill_at is None:
+        if self._kill_at == math.inf:
             for child in self._running():
                 child.signal(signal.SIGTERM)
-        deadline = time.monotonic() + grace_s
-        self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
+        self._kill_at = min(self._kill_at, time.monotonic() + grace_s)
 
     def _abandon(self) -> None:
         """Handles the loss of the launcher: it neither reads nor sends any more."""
@@ -532,7 +509,6 @@ class Supervisor:
     # From the processes.
 
     def _hear_member(self, child: Child, *, is_last: bool = False) -> None:
-        """Passes on what a process of an elastic job says to the launcher."""
         if child.link is None:
             return
         found = child.hear()
@@ -551,8 +527,9 @@ class Supervisor:
         """Passes on one piece of output; returns whether there may be more."""
         data = child.read(name)
         if data is None:
-            self._outputs.unregister(child.streams[name])
-            child.close(name)
+            descriptor = child.streams.pop(name)
+            self._outputs.unregister(descriptor)
+            os.close(descriptor)
             self._show(child, name, child.rest(name))
         else:
             self._show(child, name, data)
@@ -566,15 +543,11 @@ class Supervisor:
             self._send("output", rank=child.rank, stream="stderr", data=text)
 
     def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            if pid in self._children:  # Otherwise an orphan left behind by a process of the job.
-                self._end(self._children[pid], status)
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended
+                if pid in self._children:  # Otherwise an orphan that a process has left behind.
+                    self._end(self._children[pid], status)
 
     def _end(self, child: Child, status: int) -> None:
         child.ended(status)
@@ -608,7 +581,7 @@ class Supervisor:
                 child.signal_again()
         if self._silence_s is not None and moment - self._heard_at > self._silence_s:
             self._abandon()
-        if self._kill_at is not None and moment >= self._kill_at:
+        if moment >= self._kill_at:
             send_signal(descendants(os.getpid()), signal.SIGKILL)
 
     def _send(self, kind: str, **fields: Any) -> None:

@@ -179,9 +179,10 @@ class Connection:
         )
         stdin, stdout, stderr = self._popen.stdin, self._popen.stdout, self._popen.stderr
         assert stdin and stdout and stderr
-        self.stdout, self.stderr = stdout.fileno(), stderr.fileno()
-        for stream in (stdin, stdout, stderr):
+        self._streams = (stdin, stdout, stderr)
+        for stream in self._streams:
             os.set_blocking(stream.fileno(), False)
+        self.stdout, self.stderr = stdout.fileno(), stderr.fileno()
         self.outbox = Outbox(stdin.fileno())
 
     def send(self, kind: str, **fields: Any) -> None:
@@ -221,8 +222,7 @@ class Connection:
     def close(self) -> None:
         """Ends the connection, upon which the supervisor ends its processes."""
         self.outbox.close()
-        if self._popen.stdin is not None:
-            self._popen.stdin.close()
+        self._streams[0].close()
 
     def wait(self, timeout_s: float) -> int | None:
         """Returns the exit code of the supervisor or of ssh, or None if it has not ended."""
@@ -241,9 +241,8 @@ class Connection:
     def release(self) -> None:
         """Closes what is left of the pipes, once nobody listens to them."""
         self.abort()
-        for stream in (self._popen.stdout, self._popen.stderr):
-            if stream is not None:
-                stream.close()
+        for stream in self._streams:
+            stream.close()
 
     def reason(self) -> str:
         """Returns why the connection ended, as far as this side can tell."""

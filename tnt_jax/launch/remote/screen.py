@@ -74,11 +74,8 @@ def discard(stream: TextIO) -> None:
 
 def say(text: str) -> None:
     """Prints a message of the launcher."""
+    lines = "\n".join(f"[tnt-jax] {line}" for line in text.splitlines())
     try:
-        print(
-            "\n".join(f"[tnt-jax] {line}" for line in text.splitlines()),
-            file=sys.stderr,
-            flush=True,
-        )
+        print(lines, file=sys.stderr, flush=True)
     except BrokenPipeError:
         discard(sys.stderr)

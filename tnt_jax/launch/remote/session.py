@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import re
 import selectors
@@ -81,9 +82,7 @@ class Session:
         self._running: dict[int, str] = {}
         self._ended_well: list[int] = []
         self._exit_code = self._failures = 0
-        self._stop_at: float | None = None
-        self._time_out_at: float | None = None
-        self._give_up_at: float | None = None
+        self._stop_at = self._time_out_at = self._give_up_at = math.inf
         self._caught: int | None = None
         # Of an elastic job, with the plan of each of its processes.
         self._membership: Membership | None = None
@@ -172,11 +171,11 @@ class Session:
         """
         self._screen = Screen([] if write else processes)
         self._write = write or self._screen.write
-        self._time_out_at = None if timeout_s is None else time.monotonic() + timeout_s
+        self._began_at = time.monotonic()
+        self._time_out_at = self._began_at + (math.inf if timeout_s is None else timeout_s)
         self._running = {process.rank: process.host for process in processes}
         self._started = True
         self._starting = len(processes)
-        self._began_at = time.monotonic()
         if at_least is not None:
             self._plans = {process.rank: process for process in processes}
             actions = Actions(
@@ -195,11 +194,11 @@ class Session:
             if connection.is_remote:
                 connection.outbox.beat_for_ever()
         connections = self._connections.values()
-        while any(not (connection.finished or connection.closed) for connection in connections):
+        while time.monotonic() <= self._give_up_at and not all(
+            connection.finished or connection.closed for connection in connections
+        ):
             self._turn()
             self._keep_time()
-            if self._give_up_at is not None and time.monotonic() > self._give_up_at:
-                break
         return self._exit_code
 
     def _start(self, connection: Connection, processes: Sequence[Process]) -> None:
@@ -255,11 +254,11 @@ class Session:
         self._turned_at = moment
 
     def _keep_time(self) -> None:
-        if self._stop_at is not None and time.monotonic() > self._stop_at:
-            self._stop_at = None
+        if time.monotonic() > self._stop_at:
+            self._stop_at = math.inf
             self._stop(0.0)
-        if self._time_out_at is not None and time.monotonic() > self._time_out_at:
-            self._time_out_at = None
+        if time.monotonic() > self._time_out_at:
+            self._time_out_at = math.inf
             self._fail(1, "The processes did not end in time.")
         if (membership := self._open_membership) is not None:
             membership.tick()
@@ -325,17 +324,18 @@ class Session:
         connection.closed = True
         connection.abort()
         lost = [rank for rank, host in self._running.items() if host == connection.host]
-        membership = self._open_membership
-        if lost and membership is not None:
-            say(f"Lost {connection.host} with rank {', '.join(map(str, lost))}: {reason}")
+        if not lost:
+            return
+        report = f"Lost {connection.host} with rank {', '.join(map(str, lost))}: {reason}"
+        if (membership := self._open_membership) is not None:
+            say(report)
             for rank in lost:
                 self._running.pop(rank)
             if membership.lost_host(connection.host, reason):
                 self._again_at[connection.host] = time.monotonic() + _AGAIN_S
                 self._release_if_over()
                 return
-        if lost:
-            self._fail(1, f"Lost {connection.host} with rank {', '.join(map(str, lost))}: {reason}")
+        self._fail(1, report)
 
     def _on_answer(self, connection: Connection, message: Mapping[str, Any]) -> None:
         self._answers[connection.host] = message
@@ -400,7 +400,7 @@ class Session:
     @property
     def _open_membership(self) -> Membership | None:
         """The membership of an elastic job that has not begun to end."""
-        is_ending = self._exit_code or self._caught is not None or self._give_up_at is not None
+        is_ending = self._exit_code or self._caught is not None or self._give_up_at < math.inf
         return None if is_ending else self._membership
 
     def _goes_on_without(self, rank: int, code: int, message: Mapping[str, Any]) -> bool:
@@ -444,7 +444,7 @@ class Session:
                     self._try_again(host, self._connect(host))
 
     def _try_again(self, host: str, connection: Connection) -> None:
-        self._answers = {name: x for name, x in self._answers.items() if name != host}
+        self._answers.pop(host, None)
         self._again_at[host] = time.monotonic() + _AGAIN_S
         self._coming[host] = connection
         self._hear(connection)
@@ -488,7 +488,7 @@ class Session:
             self._exit_code = PREEMPTED_EXIT_CODE
         # Not all processes say which signal it was.
         self.because = self.because or preemption_cause(tail)
-        if self._stop_at is None:
+        if self._stop_at == math.inf:
             self._stop_at = time.monotonic() + self._grace_period_s
 
     def _on_asked_to_end(self, connection: Connection, message: Mapping[str, Any]) -> None:
@@ -498,11 +498,8 @@ class Session:
 
     def _on_done(self, connection: Connection, message: Mapping[str, Any]) -> None:
         connection.finished = True
-        if message["leftover"]:
-            say(
-                f"Processes on {connection.host} that cannot be killed: "
-                f"{', '.join(map(str, message['leftover']))}"
-            )
+        if left := ", ".join(map(str, message["leftover"])):
+            say(f"Processes on {connection.host} that cannot be killed: {left}")
 
 
 _END_OF_OUTPUT = " End of its output:"
@@ -581,9 +578,8 @@ def preemption_cause(tail: bytes) -> str:
 
 def loss_report(rank: int, host: str, ended: Sequence[int]) -> str:
     """Returns the report on a process that could not continue without others, which had ended."""
-    names = (
-        f"Rank {ended[0]}" if len(ended) == 1 else f"One of the ranks {', '.join(map(str, ended))}"
-    )
+    listed = ", ".join(map(str, ended))
+    names = f"Rank {listed}" if len(ended) == 1 else f"One of the ranks {listed}"
     return (
         f"{names} ended with exit code 0, but without leaving the job; rank {rank} on {host} "
         "needed it and could not go on."
