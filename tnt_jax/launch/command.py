@@ -5,14 +5,13 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tnt_jax.cluster.clusters import Job, detect_job
 from tnt_jax.launch.doctor import doctor
 from tnt_jax.launch.explain.command import run_explain
 from tnt_jax.launch.planning.environment import task_environment
-from tnt_jax.launch.planning.facts import Facts, find_obstacles, inspect_host
+from tnt_jax.launch.planning.facts import Facts, find_obstacles, inspect_host, package_version
 from tnt_jax.launch.planning.fingerprint import fingerprint
 from tnt_jax.launch.planning.hostfile import LOCALHOST, HostEntry
 from tnt_jax.launch.planning.options import Options, parse_options
@@ -24,6 +23,7 @@ from tnt_jax.launch.restarts import clean_up, run_with_restarts
 from tnt_jax.launch.run import Attempt, check, new_job_id, run_attempt
 from tnt_jax.launch.scale.command import run_scale
 from tnt_jax.launch.supervisor import expand
+from tnt_jax.launch.trials import Stopped
 from tnt_jax.launch.verify.command import run_verify, verify_receipts
 from tnt_jax.settings import read_settings
 
@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         say(f"error: {error}")
         return 2
+    except Stopped as stopped:
+        return stopped.args[0]
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -124,10 +126,7 @@ def _become_task(job: Job, options: Options, environ: Mapping[str, str]) -> None
 
 
 def _version() -> str:
-    try:
-        installed = version("tnt-jax")
-    except PackageNotFoundError:
-        installed = "(not installed)"
+    installed = package_version("tnt-jax") or "(not installed)"
     return f"tnt-jax {installed} from {Path(__file__).parents[1]}"
 
 

@@ -27,18 +27,17 @@ from tnt_jax.launch.planning.facts import (
     share_machine,
 )
 from tnt_jax.launch.planning.hostfile import HostEntry
-from tnt_jax.launch.planning.options import Options
+from tnt_jax.launch.planning.options import Options, add_options
 from tnt_jax.launch.planning.plan import Devices, Host, plan_processes
 from tnt_jax.launch.remote.connection import Lines
-from tnt_jax.launch.remote.ray_nodes import RayNodes
 from tnt_jax.launch.remote.screen import say
 from tnt_jax.launch.remote.session import HostError, Session
 from tnt_jax.launch.run import (
     find_coordinator_address,
     hosts_of,
-    job_hosts,
     new_job_id,
     open_session,
+    taking_hosts,
     working_directory,
 )
 
@@ -85,11 +84,8 @@ def doctor(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         port=given.port,
         output_on_all_devices=True,
     )
-    if options.ray_address is None:
-        findings, links = examine_hosts(job_hosts(options, environ), options, environ)
-    else:
-        with RayNodes(options, every_node=True) as nodes:
-            findings, links = examine_hosts(nodes.take(), options, environ)
+    with taking_hosts(options, environ) as take:
+        findings, links = examine_hosts(take(), options, environ)
     failed = any(finding.status == FAILURE for finding in findings)
     listed = list(map(dataclasses.asdict, findings))
     diagnosis = {"ok": not failed, "findings": listed, "links": links}
@@ -108,11 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--hostfile", metavar="FILE", help="hosts to examine (default: this one)")
     parser.add_argument("--ray", action="store_true", help="examine the nodes of a Ray cluster")
-    parser.add_argument(
-        "--ray-address",
-        metavar="ADDRESS",
-        help="address of the cluster (default: RAY_ADDRESS, or that of this host)",
-    )
+    add_options(parser, "ray_address")
     parser.add_argument(
         "--ssh-args",
         default="",
@@ -229,14 +221,11 @@ def _connect_all_pairs(
 def _measure_links(
     session: Session, hosts: Sequence[Host], options: Options, environ: Mapping[str, str]
 ) -> tuple[Finding, list[dict[str, Any]]]:
-    """Runs a small job; returns a finding on it and, for each pair of hosts, its all-reduce.
-
-    A measurement is a latency and a bandwidth. A single host is measured against itself, with two
-    processes.
-    """
-    has_gpus = all(host.facts.num_gpus and host.facts.has_cuda_jax for host in hosts)
+    """Runs a small job; returns a finding on it and, for each pair of hosts, its all-reduce."""
+    has_gpus = all(host.facts.gpus and host.facts.has_cuda_jax for host in hosts)
     kind = "gpu" if options.use_gpus and has_gpus else "cpu"
-    count = 2 if len(hosts) == 1 and (kind == "cpu" or hosts[0].facts.num_gpus > 1) else 1
+    # A single host is measured against itself.
+    count = 2 if len(hosts) == 1 and (kind == "cpu" or len(hosts[0].facts.gpus) > 1) else 1
     launch = Launch(
         job_id=new_job_id("doctor"),
         coordinator_address=find_coordinator_address(session, hosts, options, kind),
@@ -249,8 +238,7 @@ def _measure_links(
     links: list[dict[str, Any]] = []
 
     def note(rank: int, name: str, data: bytes) -> None:
-        lines = splitters[rank].feed(data) if name == "stdout" else []
-        for line in lines:
+        for line in splitters[rank].feed(data) if name == "stdout" else []:
             if line.startswith(b'{"pair"'):
                 measured = json.loads(line)
                 first, second = (processes[other].host for other in measured.pop("pair"))
@@ -330,12 +318,12 @@ def _installation(facts: Facts, obstacle: str) -> _Judgement:
 def _own_name(facts: Facts, trap: str) -> _Judgement:
     detail = f"{facts.hostname} is {', '.join(facts.own_addresses) or 'unknown'}"
     # Collectives between GPUs do not need the name.
-    return _judged(detail, trap, WARNING if facts.num_gpus and facts.has_cuda_jax else FAILURE)
+    return _judged(detail, trap, WARNING if facts.gpus and facts.has_cuda_jax else FAILURE)
 
 
 def _devices(facts: Facts, found: Examination) -> _Judgement:
-    detail, remedy = f"{facts.num_gpus} GPU(s), {facts.num_cores} cores", ""
-    if facts.num_gpus:
+    detail, remedy = f"{len(facts.gpus)} GPU(s), {len(facts.processors)} cores", ""
+    if facts.gpus:
         detail += f", driver {found.driver or 'unknown'}, NCCL {found.nccl or 'not from pip'}"
         if not facts.has_cuda_jax:
             remedy = "JAX cannot use the GPUs: pip install 'jax[cuda13]'"
@@ -345,10 +333,8 @@ def _devices(facts: Facts, found: Examination) -> _Judgement:
 
 
 def _proxies(found: Examination) -> _Judgement:
-    if not found.proxies:
-        return OK, "none", ""
     remedy = "tnt-jax exempts the coordinator; if processes still wait for one another, unset them."
-    return WARNING, ", ".join(found.proxies), remedy
+    return _judged(", ".join(found.proxies) or "none", remedy if found.proxies else "")
 
 
 def _limits(found: Examination) -> _Judgement:

@@ -122,11 +122,8 @@ def explain(
 def _result_of(
     command: str, words: Sequence[str], name: str = "", *, what: str, option: str = "--output"
 ) -> str:
-    """Runs a command of `tnt-jax` on a script, and returns the text of the file that it writes.
-
-    `option` says where it writes: a folder with a file `name`, or the file if that is empty; `what`
-    was not done if there is no file.
-    """
+    """Runs a command of `tnt-jax` on a script, and returns the text of the file that it writes."""
+    # A folder with a file of that name, or the file itself.
     with tempfile.TemporaryDirectory(prefix=f"tnt-jax-{command}-") as folder:
         place = Path(folder, "results")
         launcher = [sys.executable, "-m", "tnt_jax.launch", command, option, str(place)]

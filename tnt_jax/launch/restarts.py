@@ -5,15 +5,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 
 from tnt_jax.launch.planning.hostfile import HostEntry
 from tnt_jax.launch.planning.options import Options
 from tnt_jax.launch.processtree import reap_orphans
-from tnt_jax.launch.remote.ray_nodes import RayNodes
 from tnt_jax.launch.remote.screen import say
 from tnt_jax.launch.remote.session import HostError
-from tnt_jax.launch.run import Attempt, Ending, job_hosts, new_job_id, open_session, run_attempt
+from tnt_jax.launch.run import (
+    Attempt,
+    Ending,
+    job_hosts,
+    new_job_id,
+    open_session,
+    run_attempt,
+    taking_hosts,
+)
 from tnt_jax.settings import PREEMPTED_EXIT_CODE
 
 LONGEST_DELAY_S = 60.0
@@ -71,11 +79,8 @@ def run_with_restarts(options: Options, environ: Mapping[str, str]) -> int:
         ValueError, FileNotFoundError, HostError: As `run_attempt` at the first start.
         KeyboardInterrupt: At Ctrl-C between two attempts.
     """
-
-    def run(attempt: Attempt) -> Ending:
-        return run_attempt(attempt, options, environ)
-
-    with _hosts(options, environ) as read_hosts:
+    run = partial(run_attempt, options=options, environ=environ)
+    with taking_hosts(options, environ) as read_hosts:
         first = Attempt(new_job_id(options.script_name), read_hosts())
         if not options.max_restarts:
             return run_on_hosts_left(first, options.min_hosts, run).code
@@ -85,16 +90,6 @@ def run_with_restarts(options: Options, environ: Mapping[str, str]) -> int:
         except _Signalled:
             say("Ended by a signal before a restart.")
             return PREEMPTED_EXIT_CODE
-
-
-@contextmanager
-def _hosts(options: Options, environ: Mapping[str, str]) -> Iterator[Callable[[], list[HostEntry]]]:
-    """Yields what returns the hosts for an attempt."""
-    if options.ray_address is None:
-        yield lambda: job_hosts(options, environ)
-    else:
-        with RayNodes(options) as nodes:
-            yield nodes.take
 
 
 def _repeat(

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +33,7 @@ from tnt_jax.launch.remote.connection import (
     ssh_command,
     supervisor_command,
 )
+from tnt_jax.launch.remote.ray_nodes import RayNodes
 from tnt_jax.launch.remote.screen import say
 from tnt_jax.launch.remote.session import HostError, Session, Write
 from tnt_jax.settings import PREEMPTED_EXIT_CODE
@@ -96,12 +97,12 @@ def run_attempt(
         HostError: If hosts cannot take part; the message names each with the reason.
     """
     entries = attempt.entries
-    phases = _Phases()
+    launched_at, began = time.time(), time.monotonic()
     with open_session(entries, options) as session:
         facts = ask_facts(session, options, environ)
         if attempt.restart_count:
             _end_earlier_attempts(session, attempt)
-        phases.end("connecting to the hosts")
+        began = _end_phase("connecting to the hosts", began)
         hosts = hosts_of(entries, facts)
         check(find_obstacles(facts))
         devices = choose_devices(hosts, options)
@@ -118,7 +119,7 @@ def run_attempt(
             coordinator_address=address,
             cwd=working_directory(environ),
             environ=environ,
-            launched_at=phases.began_at,
+            launched_at=launched_at,
             terminals=tuple(
                 stream.name[1:-1] for stream in (sys.stdout, sys.stderr) if stream.isatty()
             ),
@@ -130,7 +131,7 @@ def run_attempt(
         )
         processes = plan_processes(hosts, devices, options, launch)
         at_least = _fewest_processes(options, len(processes))
-        phases.end("planning")
+        _end_phase("planning", began)
         if options.dry_run:
             print(_describe(processes, launch))
             return Ending(0)
@@ -172,24 +173,16 @@ def _say_where(attempt: Attempt) -> None:
         say(f"Restart {attempt.restart_count} starts on {names}.")
 
 
-class _Phases:
-    """Times the phases of a start, and logs them at level DEBUG."""
-
-    def __init__(self) -> None:
-        self.began_at = time.time()
-        self._last = time.monotonic()
-
-    def end(self, name: str) -> None:
-        moment = time.monotonic()
-        _logger.debug("Start-up: %s took %.2f s.", name, moment - self._last)
-        self._last = moment
+def _end_phase(name: str, began: float) -> float:
+    """Logs how long a phase of the start took; returns when it ended, by `time.monotonic`."""
+    ended = time.monotonic()
+    _logger.debug("Start-up: %s took %.2f s.", name, ended - began)
+    return ended
 
 
 def hosts_of(entries: Sequence[HostEntry], facts: Mapping[str, Facts]) -> list[Host]:
     """Returns hosts with their facts."""
-    return [
-        Host(entry.name, facts[entry.name], entry.slots, not entry.is_local) for entry in entries
-    ]
+    return [Host(each.name, facts[each.name], each.slots, not each.is_local) for each in entries]
 
 
 def job_hosts(options: Options, environ: Mapping[str, str]) -> list[HostEntry]:
@@ -197,6 +190,18 @@ def job_hosts(options: Options, environ: Mapping[str, str]) -> list[HostEntry]:
     if options.hostfile:
         return read_hostfile(options.hostfile)
     return (not options.this_host_only and allocated_hosts(environ)) or [HostEntry(LOCALHOST)]
+
+
+@contextmanager
+def taking_hosts(
+    options: Options, environ: Mapping[str, str], *, wait_s: float | None = None
+) -> Iterator[Callable[[], list[HostEntry]]]:
+    """Yields what returns the hosts for an attempt: those of `job_hosts`, or `RayNodes`."""
+    if options.ray_address is None:
+        yield lambda: job_hosts(options, environ)
+    else:
+        with RayNodes(options, wait_s=wait_s) as nodes:
+            yield nodes.take
 
 
 def _connect(entry: HostEntry, options: Options) -> Connection:
@@ -316,16 +321,14 @@ def new_job_id(script: str) -> str:
 
 def _describe(processes: Sequence[Process], launch: Launch) -> str:
     """Returns a plan as text: for each process its host, variables and command, for a shell."""
-    lines = [
-        f"job {launch.job_id}: {len(processes)} process(es), meeting at "
-        f"{launch.coordinator_address}"
-    ]
+    address = launch.coordinator_address
+    lines = [f"job {launch.job_id}: {len(processes)} process(es), meeting at {address}"]
     for process in processes:
-        lines.append(
-            f"rank {process.rank} on {process.host} (local rank {process.local_rank}), in "
-            f"{process.cwd}:"
-        )
+        where = f"on {process.host} (local rank {process.local_rank}), in {process.cwd}"
         settings = [*process.environment.items(), *process.exports]
-        lines += [f"  {name}={shlex.quote(value)}" for name, value in settings if name != SECRET]
-        lines.append(f"  {shlex.join(process.command)}")
+        lines += [
+            f"rank {process.rank} {where}:",
+            *(f"  {name}={shlex.quote(value)}" for name, value in settings if name != SECRET),
+            f"  {shlex.join(process.command)}",
+        ]
     return "\n".join(lines)

@@ -3,7 +3,6 @@
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from tnt_jax.launch.planning.hostfile import HostEntry
 from tnt_jax.launch.planning.options import Options
 from tnt_jax.launch.planning.plan import choose_devices
 from tnt_jax.launch.remote.connection import Lines
-from tnt_jax.launch.remote.ray_nodes import RayNodes
 from tnt_jax.launch.remote.screen import Screen, say
 from tnt_jax.launch.run import (
     Attempt,
@@ -25,6 +23,7 @@ from tnt_jax.launch.run import (
     new_job_id,
     open_session,
     run_attempt,
+    taking_hosts,
 )
 
 # A line may hold the report of thousands of arrays.
@@ -32,11 +31,7 @@ _LONGEST_LINE_BYTES = 1 << 24
 
 
 class Stopped(Exception):
-    """A signal has ended a run, with this exit code, and all that would follow."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
+    """A signal has ended a run, and all that would follow, with the exit code of the argument."""
 
 
 IsKept = Callable[[bytes], bool]
@@ -128,16 +123,19 @@ class Layout:
 
 
 def choose_layouts(
-    entries: Sequence[HostEntry], options: Options, ranks: Sequence[int], environ: Mapping[str, str]
+    options: Options, ranks: Sequence[int], environ: Mapping[str, str]
 ) -> dict[int, Layout]:
-    """Returns where each number of ranks runs; connects to all hosts once to find out."""
+    """Returns where each number of ranks runs, unless Ray chooses; connects to all hosts once."""
+    if options.ray_address is not None:
+        return {}
+    entries = job_hosts(options, environ)
     if len(entries) == 1 and entries[0].slots is None and options.devices_per_node is None:
         options = replace(options, devices_per_node=max(ranks))
     with open_session(entries, options) as session:
         facts = ask_facts(session, options, environ)
         check(find_obstacles(facts))
     devices = choose_devices(hosts_of(entries, facts), options)
-    found = {host: have.num_gpus for host, have in facts.items() if have.num_gpus}
+    found = {host: len(have.gpus) for host, have in facts.items() if have.gpus}
     if options.use_gpus and devices.kind == "cpu" and found:
         listed = ", ".join(f"{name} has {number}" for name, number in found.items())
         raise ValueError(
@@ -156,16 +154,14 @@ def lay_out(ranks: int, entries: Sequence[HostEntry], per_host: Sequence[int]) -
             "together. Name more hosts, say how many each has with slots=N in the hostfile or with "
             "--devices-per-node, or leave the number out."
         )
-    if ranks <= most:
-        return Layout((replace(entries[0], slots=None),), ranks)
-    used = -(-ranks // most)
-    if ranks % most or any(number != most for number in per_host[:used]):
+    used, each = -(-ranks // most), min(ranks, most)
+    if ranks % each or any(number != most for number in per_host[:used]):
         raise ValueError(
             f"--ranks {ranks} cannot be shared evenly by hosts with "
             f"{', '.join(map(str, per_host))} device(s): above {most}, name multiples of {most} "
             "that whole hosts have."
         )
-    return Layout(tuple(replace(entry, slots=None) for entry in entries[:used]), most)
+    return Layout(tuple(replace(entry, slots=None) for entry in entries[:used]), each)
 
 
 @dataclass(frozen=True)
@@ -173,7 +169,7 @@ class Trials:
     """Runs of a script on numbers of ranks.
 
     Attributes:
-        layouts: Where each number runs; empty with Ray, which chooses.
+        layouts: Where each number runs, as of `choose_layouts`.
         limit_s: Seconds that a run may take.
         wanted: What the script must call.
     """
@@ -191,16 +187,12 @@ class Trials:
             Stopped: If a signal has ended it.
             ValueError, HostError, OSError: If it cannot be started.
         """
-        options = replace(self.options, **changes)
         layout = self.layouts.get(ranks)
-        with ExitStack() as held:
-            if layout is None:
-                options = replace(options, ray_devices=ranks)
-                # It waits no longer than a run may take for room on the cluster.
-                entries = held.enter_context(RayNodes(options, wait_s=self.limit_s)).take()
-            else:
-                options = replace(options, devices_per_node=layout.per_host)
-                entries = list(layout.entries)
+        size = {"ray_devices": ranks} if layout is None else {"devices_per_node": layout.per_host}
+        options = replace(self.options, **changes, **size)
+        # It waits no longer than a run may take for room on a cluster of Ray.
+        with taking_hosts(options, self.environ, wait_s=self.limit_s) as take:
+            entries = take() if layout is None else list(layout.entries)
             ending, kept = run_listening(entries, options, self.environ, is_kept, self.limit_s)
         if ending.was_signalled:
             raise Stopped(ending.code or 128 + signal.SIGINT)
@@ -208,18 +200,3 @@ class Trials:
         if not (because or kept):
             because = f"{options.script_name} has ended without {self.wanted}."
         return Report(kept, len(entries), because)
-
-
-def plan_trials(
-    options: Options,
-    ranks: Sequence[int],
-    environ: Mapping[str, str],
-    *,
-    limit_s: float,
-    wanted: str,
-) -> Trials:
-    """Returns runs on these numbers of ranks; finds out where each runs, unless Ray chooses."""
-    layouts = {}
-    if options.ray_address is None:
-        layouts = choose_layouts(job_hosts(options, environ), options, ranks, environ)
-    return Trials(layouts, options, environ, limit_s, wanted)

@@ -12,10 +12,10 @@ from tnt_jax.launch.remote.session import HostError
 from tnt_jax.launch.run import job_hosts
 from tnt_jax.launch.scale.command import take_turns
 from tnt_jax.launch.trials import (
-    Stopped,
+    Trials,
     check_folder,
+    choose_layouts,
     marked,
-    plan_trials,
     run_listening,
     write_results,
 )
@@ -32,7 +32,7 @@ _TOO_SHORT = (
 def run_explain(options: Options, explain: Explain, environ: Mapping[str, str]) -> int:
     """Measures, prints what was found, and writes it to the folder that the user asked for.
 
-    Returns the exit code: 1 if nothing was measured, 128 + signal number after a signal.
+    Returns the exit code: 1 if nothing was measured. Raises `Stopped` after a signal.
     """
     if explain.output is not None:
         check_folder(Path(explain.output))
@@ -47,12 +47,8 @@ def run_explain(options: Options, explain: Explain, environ: Mapping[str, str]) 
     measured = json.loads(kept[-1].removeprefix(EXPLAIN_MARK))
     explanation = Explanation(options.script_name, measured)
     if any(finding.cause == "sharing" for finding in explanation.findings):
-        try:
-            explanation = replace(
-                explanation, fewer=_with_fewer(options, explain, measured, environ)
-            )
-        except Stopped as stopped:
-            return stopped.code
+        fewer = _with_fewer(options, explain, measured, environ)
+        explanation = replace(explanation, fewer=fewer)
     print(explanation.text, flush=True)
     if explain.output is None:
         return 0
@@ -76,16 +72,15 @@ def _with_fewer(
     scale = Scale(numbers, steps=explain.steps, rounds=_ROUNDS)
     options = replace(options, explain=None, scale=scale)
     try:
-        limit_s, wanted = explain.run_timeout_s, "a call of fit"
-        trials = plan_trials(options, numbers, environ, limit_s=limit_s, wanted=wanted)
+        layouts = choose_layouts(options, numbers, environ)
+        trials = Trials(layouts, options, environ, explain.run_timeout_s, "a call of fit")
         runs, failures = take_turns(trials, scale)
     except (HostError, OSError, ValueError) as error:
         say(f"{numbers[0]} rank(s) could not be tried: {error}")
         return {}
     if failures:
         return {}
-    names = dict(zip(numbers, ("half", "all"), strict=True))
     return {
         name: [run.examples_per_s for run in runs if run.ranks == number]
-        for number, name in names.items()
+        for name, number in zip(("half", "all"), numbers, strict=True)
     }

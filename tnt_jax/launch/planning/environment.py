@@ -88,7 +88,7 @@ def process_environment(
     """
     environ, address = launch.environ, launch.coordinator_address
     num_cpu_devices = len(local_devices) if device_kind == "cpu" else 0
-    threads = max(1, facts.num_cores // processes_on_host)
+    threads = max(1, len(facts.processors) // processes_on_host)
     carries = carried_environment if options.ray_address is None else environment_on_ray
     return {
         **(carries(environ) if is_remote else {}),
@@ -122,7 +122,7 @@ def task_environment(
     ids = ",".join(map(str, job.local_device_ids or ()))
     gpu_devices = {"JAX_LOCAL_DEVICE_IDS": ids} if ids else {}
     return {
-        **_defaults(facts, options, environ, facts.num_cores, 0 if options.use_gpus else 1),
+        **_defaults(facts, options, environ, len(facts.processors), int(not options.use_gpus)),
         **(gpu_devices if options.use_gpus else _cpu_devices(1)),
         **_job_variables(job.coordinator_address, job.num_processes, job.process_id),
         **_path(facts, environ, job.num_processes),

@@ -11,7 +11,7 @@ import shutil
 import socket
 import stat
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -74,16 +74,6 @@ class Facts:
     no_cache_because: str
     package_root: str | None
     missing: tuple[str, ...]
-
-    @property
-    def num_cores(self) -> int:
-        """Number of processors that the processes may use."""
-        return len(self.processors)
-
-    @property
-    def num_gpus(self) -> int:
-        """Number of GPUs that the processes may use."""
-        return len(self.gpus)
 
     def addresses(self, name: str) -> list[str]:
         """Returns the names and addresses at which others may reach this host, the user's first."""
@@ -165,20 +155,18 @@ def package_version(name: str) -> str | None:
         return None
 
 
-def _missing(cwd: str, script: str, interpreter: str, environ: Mapping[str, str]) -> list[str]:
+def _missing(cwd: str, script: str, interpreter: str, environ: Mapping[str, str]) -> Iterator[str]:
     if not os.path.isdir(cwd):
-        return [f"directory {cwd}"]
-    missing = []
+        yield f"directory {cwd}"
+        return
     path = os.path.join(cwd, script)
-    if script == "-m":
-        pass  # The interpreter searches for the module in its own path.
-    elif not os.path.isfile(path):
-        missing.append(f"script {path}")
-    elif not interpreter and not os.access(path, os.X_OK):
-        missing.append(f"permission to execute {path}")
+    # The interpreter searches for a module in its own path.
+    if script != "-m" and not os.path.isfile(path):
+        yield f"script {path}"
+    elif script != "-m" and not interpreter and not os.access(path, os.X_OK):
+        yield f"permission to execute {path}"
     if interpreter and shutil.which(interpreter, path=environ.get("PATH")) is None:
-        missing.append(f"interpreter {interpreter}")
-    return missing
+        yield f"interpreter {interpreter}"
 
 
 _DRIVER_VERSION = "/proc/driver/nvidia/version"
@@ -241,9 +229,7 @@ def _free_mb(path: str) -> int | None:
     here = Path(path)
     if path == "/dev/shm" and not here.is_dir():
         return None
-    while not here.is_dir():
-        here = here.parent
-    found = os.statvfs(here)
+    found = os.statvfs(next(folder for folder in (here, *here.parents) if folder.is_dir()))
     return found.f_bavail * found.f_frsize // 10**6
 
 
@@ -287,13 +273,12 @@ def find_obstacles(facts: Mapping[str, Facts]) -> dict[str, str]:
     expected = _versions(reference)
     obstacles = {}
     for host, found in facts.items():
-        reasons = []
+        reasons, versions = [], _versions(found)
         if found.missing:
             reasons.append(
                 f"There is no {' and no '.join(found.missing)} there. Is it spelled right, and is "
                 "the directory shared?"
             )
-        versions = _versions(found)
         reasons += [
             f"{name} is {versions[name] or 'not installed'} there, but "
             f"{version or 'not installed'} on {reference.hostname}; install the same."

@@ -33,14 +33,11 @@ class HostEntry:
     @property
     def is_local(self) -> bool:
         """Whether this is the launcher's own host, which needs no network."""
-        return self.through != "ray" and is_local(self.name)
-
-
-def is_local(name: str) -> bool:
-    """Returns whether a name means the launcher's own host."""
-    own = socket.gethostname()
-    # SLURM and many hostfiles leave out the domain.
-    return name in (LOCALHOST, own, own.partition(".")[0], socket.getfqdn())
+        if self.through == "ray":
+            return False
+        own = socket.gethostname()
+        # SLURM and many hostfiles leave out the domain.
+        return self.name in (LOCALHOST, own, own.partition(".")[0], socket.getfqdn())
 
 
 def read_hostfile(path: str) -> list[HostEntry]:

@@ -190,7 +190,7 @@ class Options:
         is_plan: Whether `tnt-jax plan` shows what a step needs instead of training.
         interpreter: Words of the command; empty to run the script itself.
         ray_address: None without Ray.
-        ray_devices: Devices to use there.
+        ray_devices: Devices to use there; None for all nodes, of which none is reserved.
         cleanup: Empty to list jobs; None to run one.
     """
 
@@ -334,8 +334,8 @@ def parse_options(argv: Sequence[str], *, version: str) -> Options:
     # If a script is named before the first `--`, this `--` belongs to its arguments.
     script = [*given.script, *words[at if given.script else at + 1 :]]
     _check(given, script, command)
-    names = {each.name for each in fields(Options)}
-    chosen = {name: value for name, value in vars(given).items() if name in names}
+    known = Options.__dataclass_fields__
+    chosen = {name: value for name, value in vars(given).items() if name in known}
     chosen |= {
         "script": script[0] if script else "",
         "script_args": tuple(script[1:]),
@@ -508,17 +508,17 @@ def _make_parser(version: str, command: str) -> argparse.ArgumentParser:
         help="devices to use on this host, or with --ray in the cluster, one process each",
     )
     hosts = parser.add_argument_group("hosts")
-    _add(devices, Options, "devices_per_node processes_per_node use_gpus pin_to_socket")
-    _add(devices, Options, "pin_memory_to_socket")
-    _add(hosts, Options, "hostfile ssh_args port min_hosts")
+    add_options(devices, "devices_per_node processes_per_node use_gpus pin_to_socket")
+    add_options(devices, "pin_memory_to_socket")
+    add_options(hosts, "hostfile ssh_args port min_hosts")
     hosts.add_argument(
         "--ray",
         action="store_true",
         help="start -n processes wherever a Ray cluster has room for them",
     )
-    _add(hosts, Options, "ray_address min_devices cleanup force")
+    add_options(hosts, "ray_address min_devices cleanup force")
     output = parser.add_argument_group("output")
-    _add(output, Options, "log_level log_on_all_devices output_on_all_devices log_dir dry_run")
+    add_options(output, "log_level log_on_all_devices output_on_all_devices log_dir dry_run")
     processes = parser.add_argument_group("processes")
     processes.add_argument(
         "-x",
@@ -529,14 +529,13 @@ def _make_parser(version: str, command: str) -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="set variables in every process; $OTHER in a value is expanded there",
     )
-    _add(processes, Options, "fusion_threshold_kb timeline checkpoint_dir checkpoint_every")
-    _add(processes, Options, "interpreter compilation_cache grace_period_s max_restarts elastic")
-    _add(processes, Options, "min_processes")
+    add_options(processes, "fusion_threshold_kb timeline checkpoint_dir checkpoint_every")
+    add_options(processes, "interpreter compilation_cache grace_period_s max_restarts elastic")
+    add_options(processes, "min_processes")
     if command in _RUNS:
         title = {"scale": "scaling", "verify": "verification", "explain": "explanation"}[command]
-        table = _RUNS[command]
-        names = " ".join(each.name for each in fields(table))
-        _add(parser.add_argument_group(title), table, names)
+        names = " ".join(each.name for each in fields(_RUNS[command]))
+        add_options(parser.add_argument_group(title), names, _RUNS[command])
     if command == "tune":
         trials = parser.add_argument_group("trials")
         trials.add_argument(
@@ -550,14 +549,14 @@ def _make_parser(version: str, command: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _add(group: Any, table: type, names: str) -> None:
-    """Adds the options that set these fields of a table."""
+def add_options(group: Any, names: str, table: type = Options) -> None:
+    """Adds the options that set these fields of a table to a parser, or to a group of one."""
     for name in names.split():
-        found = table.__dataclass_fields__[name]
-        settings = {"default": found.default, **found.metadata}
         if name == "is_weak":
             _add_kind_of_scaling(group)
             continue
+        found = table.__dataclass_fields__[name]
+        settings = {"default": found.default, **found.metadata}
         flags = settings.pop("flags", [_spelled(name)])
         group.add_argument(*flags, dest=name, **settings)
 
@@ -571,8 +570,7 @@ def _add_kind_of_scaling(group: argparse._ArgumentGroup) -> None:
     kind.add_argument(
         "--strong",
         dest="is_weak",
-        action="store_const",
-        const=False,
+        action="store_false",
         default=False,
         help="keep the script's global batch on all numbers of ranks (default)",
     )

@@ -84,7 +84,7 @@ def choose_devices(hosts: Sequence[Host], options: Options) -> Devices:
     wanted = [_wanted(host, options) for host in hosts]
     if not options.use_gpus:
         return Devices("cpu", tuple(number or 1 for number in wanted))
-    usable = [host.facts.num_gpus if host.facts.has_cuda_jax else 0 for host in hosts]
+    usable = [len(host.facts.gpus) if host.facts.has_cuda_jax else 0 for host in hosts]
     enough = [have >= (number or 1) for have, number in zip(usable, wanted, strict=True)]
     if not any(enough):
         return Devices("cpu", tuple(number or 1 for number in wanted), _gpu_warnings(hosts, wanted))
@@ -116,26 +116,19 @@ def _wanted(host: Host, options: Options) -> int | None:
 
 def _gpu_warnings(hosts: Sequence[Host], wanted: Sequence[int | None]) -> tuple[str, ...]:
     warnings = [
-        f"{host.name} has {host.facts.num_gpus} GPU(s), but the JAX installed there cannot use "
+        f"{host.name} has {len(host.facts.gpus)} GPU(s), but the JAX installed there cannot use "
         "them; install jax[cuda13]."
         for host in hosts
-        if host.facts.num_gpus and not host.facts.has_cuda_jax
+        if host.facts.gpus and not host.facts.has_cuda_jax
     ]
-    short = [
-        (host, number)
-        for host, number in zip(hosts, wanted, strict=True)
-        if host.facts.num_gpus < (number or 1)
-    ]
-    if short and any(host.facts.num_gpus or host.facts.has_cuda_jax for host in hosts):
+    pairs = zip(hosts, wanted, strict=True)
+    short = [pair for pair in pairs if len(pair[0].facts.gpus) < (pair[1] or 1)]
+    if short and any(host.facts.gpus or host.facts.has_cuda_jax for host in hosts):
         host, number = short[0]
         where = "" if len(hosts) == 1 else f" on {host.name}"
-        count = number or 1
-        text = "Cannot find any GPU"
-        if number:
-            text = f"Cannot find {count} available GPUs per node as requested"
-        warnings.append(
-            f"{text}{where}; using {count} {'rank' if count == 1 else 'ranks'} on CPUs instead."
-        )
+        what = f"{number} available GPUs per node as requested" if number else "any GPU"
+        ranks = f"{number} ranks" if number and number > 1 else "1 rank"
+        warnings.append(f"Cannot find {what}{where}; using {ranks} on CPUs instead.")
     return tuple(warnings)
 
 

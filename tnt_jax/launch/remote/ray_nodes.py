@@ -21,15 +21,13 @@ _END_TIMEOUT_S = 20.0
 class RayNodes:
     """Nodes of a Ray cluster, held for one attempt of a job at a time.
 
-    Whatever ends this process, Ray frees what it holds and ends what runs there. With `every_node`
-    all nodes that are alive are used, without reserving them; `wait_s` limits the wait for room.
+    Whatever ends this process, Ray frees what it holds and ends what runs there. Without
+    `options.ray_devices` all nodes that are alive are used, without reserving them; `wait_s` limits
+    the wait for room.
     """
 
-    def __init__(
-        self, options: Options, *, every_node: bool = False, wait_s: float | None = None
-    ) -> None:
+    def __init__(self, options: Options, *, wait_s: float | None = None) -> None:
         self._options = options
-        self._every_node = every_node
         self._wait_s = wait_s
         self._broker: subprocess.Popen[bytes] | None = None
 
@@ -47,7 +45,7 @@ class RayNodes:
         wish = Wish(
             address=options.ray_address,
             command=supervisor_command(),
-            num_processes=None if self._every_node else options.ray_devices,
+            num_processes=options.ray_devices,
             fewest=options.min_devices,
             use_gpus=options.use_gpus,
         )
@@ -67,7 +65,7 @@ class RayNodes:
         return [
             HostEntry(
                 node["name"],
-                node["slots"] if not self._every_node else None,
+                None if options.ray_devices is None else node["slots"],
                 through="ray",
                 command=tuple(program("tnt_jax.on_ray.relay", answer["socket_path"], str(number))),
             )

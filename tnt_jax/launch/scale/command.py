@@ -13,11 +13,10 @@ from tnt_jax.launch.scale.projection import why_not_projected
 from tnt_jax.launch.scale.scaling import MARK, RESULTS, Run, Scaling, continue_curve, read_line
 from tnt_jax.launch.trials import (
     Report,
-    Stopped,
     Trials,
     check_folder,
+    choose_layouts,
     marked,
-    plan_trials,
     write_results,
 )
 
@@ -39,29 +38,26 @@ class _Table:
 def run_scale(options: Options, scale: Scale, environ: Mapping[str, str]) -> int:
     """Measures, prints a table, and writes the results to the folder that the user asked for.
 
-    Returns the exit code: 1 if the script did not run on a number of ranks, 128 + signal number
-    after a signal.
+    Returns the exit code: 1 if the script did not run on a number of ranks. Raises `Stopped` after
+    a signal.
     """
     if scale.output is not None:
         check_folder(Path(scale.output))
     if options.ray_address is None:
         options = replace(options, processes_per_node=None)
+    layouts = choose_layouts(options, scale.ranks, environ)
     wanted = "a call of fit, of which there must be one to measure"
-    limit_s = scale.run_timeout_s
-    trials = plan_trials(options, scale.ranks, environ, limit_s=limit_s, wanted=wanted)
-    if scale.project is not None and trials.layouts:
-        hosts = {ranks: len(layout.entries) for ranks, layout in trials.layouts.items()}
+    trials = Trials(layouts, options, environ, scale.run_timeout_s, wanted)
+    if scale.project is not None and layouts:
+        hosts = {ranks: len(layout.entries) for ranks, layout in layouts.items()}
         if reason := why_not_projected(hosts, link_gbit=scale.link_gbit):
             raise ValueError(f"--project: {reason}.")
     if options.dry_run:
         for ranks in scale.ranks:
             trials.run(ranks, marked(MARK))
         return 0
-    try:
-        runs, failures = take_turns(trials, scale)
-        remarks = _try_sums(trials, scale, failures)
-    except Stopped as stopped:
-        return stopped.code
+    runs, failures = take_turns(trials, scale)
+    remarks = _try_sums(trials, scale, failures)
     if not runs:
         say("error: nothing was measured.")
         return 1

@@ -2,9 +2,9 @@
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from tnt_jax.launch.planning.options import Options, Scale, Verify
@@ -12,7 +12,7 @@ from tnt_jax.launch.remote.screen import say
 from tnt_jax.launch.remote.session import HostError
 from tnt_jax.launch.scale.command import take_turns
 from tnt_jax.launch.scale.scaling import Scaling
-from tnt_jax.launch.trials import Stopped, Trials, marked, plan_trials, write_results
+from tnt_jax.launch.trials import Trials, choose_layouts, marked, write_results
 from tnt_jax.launch.verify.comparison import (
     Recording,
     Rounding,
@@ -38,38 +38,28 @@ _IS_RECORD = marked(RECORD_MARK)
 _WANTED = "a call of fit, or of a distributed step, that trains"
 
 
-@dataclass(frozen=True)
-class _Run:
-    name: str
-    ranks: int
-    kind: Kind
-
-
 def run_verify(options: Options, verify: Verify, environ: Mapping[str, str]) -> int:
     """Runs the script several times, prints what was found, and writes a receipt if asked to.
 
     Returns the exit code: 0 if all results are the same up to rounding, 1 if one differs or a run
-    failed, 128 + signal number after a signal.
+    failed. Raises `Stopped` after a signal.
     """
     theirs = None if verify.against is None else read_receipt(verify.against)
     if verify.receipt is not None:
         _check_file(Path(verify.receipt))
-    limit_s = verify.run_timeout_s
-    trials = plan_trials(options, verify.ranks, environ, limit_s=limit_s, wanted=_WANTED)
+    layouts = choose_layouts(options, verify.ranks, environ)
+    trials = Trials(layouts, options, environ, verify.run_timeout_s, _WANTED)
     if options.dry_run:
         for ranks in verify.ranks:
             trials.run(ranks, _IS_RECORD, recording=("plain", verify.steps))
         return 0
-    hosts = max((len(layout.entries) for layout in trials.layouts.values()), default=2)
-    try:
-        with _scratch(verify, hosts) as folder:
-            receipt = _verified(trials, verify, folder)
-        if receipt is None:
-            return 1
-        if verify.rounds:
-            receipt = replace(receipt, scaling=_measured(trials, verify))
-    except Stopped as stopped:
-        return stopped.code
+    hosts = max((len(layout.entries) for layout in layouts.values()), default=2)
+    with _scratch(verify, hosts) as folder:
+        receipt = _verified(trials, verify, folder)
+    if receipt is None:
+        return 1
+    if verify.rounds:
+        receipt = replace(receipt, scaling=_measured(trials, verify))
     print(receipt.text, flush=True)
     code = int(not receipt.is_good)
     if verify.receipt is not None:
@@ -110,48 +100,41 @@ def print_comparison(ours: Receipt, theirs: Receipt) -> int:
     return int(difference is not None)
 
 
-@contextmanager
-def _scratch(verify: Verify, num_hosts: int) -> Iterator[str | None]:
-    """Yields a folder for the run that is resumed; None if no folder is known that all see."""
+def _scratch(verify: Verify, num_hosts: int) -> AbstractContextManager[str | None]:
+    """Returns a folder for the run that is resumed; None if no folder is known that all see."""
     if verify.scratch is None and num_hosts > 1:
-        yield None
-        return
+        return nullcontext()
     try:
-        held = tempfile.TemporaryDirectory(prefix="tnt-jax-verify-", dir=verify.scratch)
+        return tempfile.TemporaryDirectory(prefix="tnt-jax-verify-", dir=verify.scratch)
     except OSError as error:
         raise ValueError(
             f"No folder can be made for the run that is resumed: {error}. Name another place by "
             "--scratch."
         ) from None
-    with held as folder:
-        yield folder
 
 
 def _verified(trials: Trials, verify: Verify, folder: str | None) -> Receipt | None:
     """Returns what all runs of the script have given; None if the first has not run."""
-    lowest, highest = verify.ranks[0], verify.ranks[-1]
-    reference, because = _record(
-        trials, _Run(counted(lowest, "rank"), lowest, "plain"), verify.steps
-    )
+    steps, lowest, highest = verify.steps, verify.ranks[0], verify.ranks[-1]
+    on_lowest = counted(lowest, "rank")
+    reference, because = _record(trials, on_lowest, lowest, "plain", steps)
     if reference is None:
         say(f"error: nothing was compared: {because}")
         return None
-    name = f"{counted(lowest, 'rank')} again, from weights changed by rounding errors"
-    rounded, because = _record(trials, _Run(name, lowest, "rounded"), verify.steps)
+    name = f"{on_lowest} again, from weights changed by rounding errors"
+    rounded, because = _record(trials, name, lowest, "rounded", steps)
     checks = [_checked(name, reference, rounded, because, Rounding(reference, rounded))]
     if not checks[0].is_good:
         rounded = None
     rounding = Rounding(reference, rounded)
-    runs = [
-        *(_Run(counted(number, "rank"), number, "plain") for number in verify.ranks[1:]),
-        _Run(f"{counted(lowest, 'rank')}, rows in two passes", lowest, "passes"),
-        _Run(f"{counted(highest, 'rank')}, optimizer state sharded", highest, "sharded"),
+    runs: list[tuple[str, int, Kind]] = [
+        *((counted(number, "rank"), number, "plain") for number in verify.ranks[1:]),
+        (f"{on_lowest}, rows in two passes", lowest, "passes"),
+        (f"{counted(highest, 'rank')}, optimizer state sharded", highest, "sharded"),
     ]
-    for run in runs:
-        if run.kind == "sharded" and highest == 1:
-            continue
-        recorded, because = _record(trials, run, verify.steps)
-        checks.append(_checked(run.name, reference, recorded, because, rounding))
+    for name, ranks, kind in runs if highest > 1 else runs[:-1]:
+        recorded, because = _record(trials, name, ranks, kind, steps)
+        checks.append(_checked(name, reference, recorded, because, rounding))
     checks += _with_a_fault(trials, verify, folder, reference, rounding)
     options = trials.options
     return Receipt(
@@ -169,32 +152,25 @@ def _with_a_fault(
 ) -> list[Check]:
     """Lets all processes be killed in the middle, and a run on the lowest number of ranks go on."""
     lowest, highest = verify.ranks[0], verify.ranks[-1]
+    on_highest = counted(highest, "rank")
     half = max(verify.steps // 2, 1)
-    name = f"{counted(highest, 'rank')} killed after {half} steps, resumed on {lowest}"
+    name = f"{on_highest} killed after {half} steps, resumed on {lowest}"
     if folder is None:
         return [Check(name, "The hosts need a folder that all of them see: --scratch DIR.")]
-    killed = _Run(
-        f"{counted(highest, 'rank')}, killed on purpose after {counted(half, 'step')}",
-        highest,
-        "killed",
-    )
-    if len(reference.steps) <= half:
-        return [
-            Check(
-                name, f"Training ends after {counted(len(reference.steps), 'step')}; see --steps."
-            )
-        ]
-    recorded, because = _record(trials, killed, verify.steps, checkpoint_dir=folder)
+    if (known := len(reference.steps)) <= half:
+        return [Check(name, f"Training ends after {counted(known, 'step')}; see --steps.")]
+    killed = f"{on_highest}, killed on purpose after {counted(half, 'step')}"
+    steps = verify.steps
+    recorded, because = _record(trials, killed, highest, "killed", steps, checkpoint_dir=folder)
     if recorded is not None and recorded.left_out:
         return [Check(name, recorded.left_out)]
     if recorded is None or len(recorded.steps) != half:
         return [Check(name, because or "It has ended before.", has_failed=True)]
     if (difference := compare(reference, recorded, rounding)) is not None:
         return [Check(name, difference=difference)]
-    resumed = _Run(f"The same, resumed on {counted(lowest, 'rank')}", lowest, "resumed")
-    saved = recorded.steps[-1]
-    steps = verify.steps - half
-    recorded, because = _record(trials, resumed, steps, checkpoint_dir=folder)
+    resumed = f"The same, resumed on {counted(lowest, 'rank')}"
+    saved, steps = recorded.steps[-1], verify.steps - half
+    recorded, because = _record(trials, resumed, lowest, "resumed", steps, checkpoint_dir=folder)
     start = recorded and recorded.start
     if start and start.step != saved.step:
         because = f"It goes on after step {start.step}, but was killed after step {saved.step}."
@@ -217,17 +193,19 @@ def _checked(
     )
 
 
-def _record(trials: Trials, run: _Run, steps: int, **changes: str) -> tuple[Recording | None, str]:
-    say(f"{run.name}.")
+def _record(
+    trials: Trials, name: str, ranks: int, kind: Kind, steps: int, **changes: str
+) -> tuple[Recording | None, str]:
+    say(f"{name}.")
     try:
-        report = trials.run(run.ranks, _IS_RECORD, recording=(run.kind, steps), **changes)
+        report = trials.run(ranks, _IS_RECORD, recording=(kind, steps), **changes)
     except (HostError, OSError) as error:
         return None, str(error)
     # Of processes that end as by a kill, one may see that another has gone.
-    if report.because and not (run.kind == "killed" and report.lines):
+    if report.because and not (kind == "killed" and report.lines):
         return None, report.because
     recording = read_lines(report.lines)
-    return replace(recording, facts={**recording.facts, "as": run.kind}), ""
+    return replace(recording, facts={**recording.facts, "as": kind}), ""
 
 
 def _measured(trials: Trials, verify: Verify) -> Scaling | None:
