@@ -147,6 +147,7 @@ def test_stacked_steps_are_recorded_with_the_number_of_the_last(recorded):
     stacked = recorded(lambda: loop(stacked=2), steps=2)
     assert [step.step for step in stacked.steps] == [2, 4]
     assert [step.place["batch"] for step in stacked.steps] == [1, 3]
+    assert stacked.facts["rows_of_rank"] == single.facts["rows_of_rank"] == 8
     for step in stacked.steps:
         (ours,), (theirs,) = (run.at(step.step).arrays.values() for run in (stacked, single))
         np.testing.assert_allclose(ours["sums"], theirs["sums"], rtol=1e-6)

@@ -181,7 +181,7 @@ class Engine:
                 unit=unit,
                 trained_by=self.name,
                 drawn=[list(shape) for name, shape in drawn if name == "random_bits"],
-                rows_of_rank=num_local_rows(batch.arrays) // len(self.runtime.local_ranks),
+                rows_of_rank=self._rows_of_rank(batch.arrays, stacked=batch.num_steps is not None),
             )
             if recorder.kind == "rounded":
                 state = changed_by_rounding(state, unit)
