@@ -460,6 +460,7 @@ class Supervisor:
             self._send("started", rank=child.rank, pid=child.pid)
         if self._early is not None:
             self._on_signal({"signum": self._early})
+            self._early = None
         # After the first forks, because it makes a thread.
         if is_first:
             self._outbox.beat_for_ever()
