@@ -34,7 +34,7 @@ OF_THE_PROCESS = {
     "keras_compat.saving.known_names.modules",
     "keras_compat.fit.start_check.installed_versions",
     "keras_compat.saving.known_names._others_by_id",
-    "launch.supervisor._listening",
+    "launch.supervisor._listeners",
     # The line to the launcher, which a process gets once.
     "distributed.elastic.link",
     # The handler of errors of C++, which all jobs of a process need once it is set.

@@ -50,15 +50,13 @@ def test_the_thread_reads_ahead_but_not_far():
 
 
 def test_leaving_early_stops_the_thread():
+    before = threading.enumerate()
     with Feed(iter(range(10**9)), lambda item: item, threaded=True) as feed:
         next(iter(feed))
-    deadline = time.monotonic() + 5
-    while (
-        any(thread.name == "tnt_jax-feed" for thread in threading.enumerate())
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.01)
-    assert not any(thread.name == "tnt_jax-feed" for thread in threading.enumerate())
+        own = [thread for thread in threading.enumerate() if thread not in before]
+    assert [thread.name for thread in own] == ["tnt_jax-feed"]
+    own[0].join(timeout=5)
+    assert not own[0].is_alive()
 
 
 def test_rows_lie_in_order_on_the_ranks():

@@ -11,13 +11,12 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ray_faults.py"
 
 
 @pytest.mark.multiprocess
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kinds", "num_trials", "num_faults"),
     [
-        pytest.param(["worker"], 1, 1, id="a worker"),
-        pytest.param(["node", "exception"], 1, 1, id="once", marks=pytest.mark.long),
-        pytest.param(["ten"], 2, 10, id="ten times", marks=pytest.mark.long),
+        pytest.param(["worker", "node", "exception"], 1, 1, id="once"),
+        pytest.param(["ten"], 2, 10, id="ten times"),
     ],
 )
 def test_workers_and_nodes_that_are_lost_change_no_bit(tmp_path, kinds, num_trials, num_faults):
