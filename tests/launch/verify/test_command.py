@@ -175,6 +175,7 @@ def test_processes_that_are_killed_in_the_middle_are_resumed(run):
     assert "2 ranks killed after 2 steps, resumed on 1: the same" in out
 
 
+@pytest.mark.long  # tests/keras_compat/test_recorded_loop.py shows nearly the same.
 @pytest.mark.multiprocess
 def test_a_loop_of_the_script_is_compared_too(run):
     code, out, err = verify(run, "loop")
