@@ -66,7 +66,7 @@ _WAYS_OUT = {
 }
 
 
-# Up to 33 times slower (benchmarks/README.md#a-global-batch-larger-than-memory).
+# Up to 29 times slower (benchmarks/README.md#a-global-batch-larger-than-memory).
 _SLOW_IN_PASSES = "XLA's CPU convolutions are many times slower in passes"
 
 
