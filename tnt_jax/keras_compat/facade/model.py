@@ -388,9 +388,9 @@ class Model(SingleBatches, Inspection):
         Raises:
             ValueError: If a name is unknown, and not that of one of the user's `custom_objects`.
         """
-        rooms = {"optimizer": "optimizers", "metrics": "metrics", "weighted_metrics": "metrics"}
+        modules = {"optimizer": "optimizers", "metrics": "metrics", "weighted_metrics": "metrics"}
         given = {
-            name: resolved(value, rooms.get(name, "losses"), custom_objects)
+            name: resolved(value, modules.get(name, "losses"), custom_objects)
             for name, value in config.items()
         }
         self.compile(**given)
