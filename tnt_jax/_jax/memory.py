@@ -12,7 +12,8 @@ from tnt_jax._jax.programs import (
 
 # Operations that the compiler computes where their results are used, and again for each use.
 _CHEAP = frozenset(
-    """abs add add_any and broadcast_in_dim ceil clamp concatenate convert_element_type copy eq
+    """abs add add_any and bitcast_convert_type broadcast_in_dim ceil clamp concatenate
+    convert_element_type copy eq
     expand_dims floor ge gt integer_pow iota is_finite le lt max min mul name ne neg not or pad
     pcast pvary real reshape rev round select_n shift_left shift_right_logical sign slice split
     square squeeze stop_gradient sub transpose xor""".split()
@@ -156,7 +157,7 @@ def _inlined(jaxpr: Any) -> tuple[list[_Step], set[int]]:
             if equation.primitive.name in _INLINED and len(inner) == 1:
                 values.update(zip(equation.outvars, run(inner[0], given), strict=True))
                 continue
-            made = {read([x])[0]: _nbytes(x.aval) for x in equation.outvars}
+            made = {read([x])[0]: _result_bytes(equation, x.aval) for x in equation.outvars}
             nbytes = max([_own_bytes(equation), *map(live_bytes, inner)])
             used = [x for x in given if x is not None]
             steps.append(_Step(equation.primitive.name, used, made, nbytes))  # type: ignore[arg-type]
@@ -166,11 +167,16 @@ def _inlined(jaxpr: Any) -> tuple[list[_Step], set[int]]:
     return steps, {x for x in results if x is not None}
 
 
+def _result_bytes(equation: Any, aval: Any) -> int:
+    # Of two words for each random number, which are combined where they are used.
+    return _nbytes(aval) * (2 if equation.primitive.name == "random_bits" else 1)
+
+
 def _own_bytes(equation: Any) -> int:
     """Returns the bytes that an operation holds beside its operands and results."""
     name = equation.primitive.name
-    if name == "random_bits":  # Counters, and a second word of each number.
-        return 3 * _nbytes(equation.outvars[0].aval)
+    if name == "random_bits":  # Counters.
+        return 2 * _nbytes(equation.outvars[0].aval)
     if name == "select_and_scatter_add":  # Indices by which maxima of windows are found.
         operand = equation.invars[-1].aval
         return operand.ndim * operand.size * 4
