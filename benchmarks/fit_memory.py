@@ -320,7 +320,8 @@ def measure(name: str, rows: int, budget: int | None, args: argparse.Namespace) 
 
 def main_modelled(args: argparse.Namespace, results: "Results") -> None:
     """Chooses for all networks and budgets, each in a process of its own."""
-    variables = {**os.environ, "TNT_LOG_LEVEL": "WARNING"}
+    # The plugin's own check needs a driver where CUDA is among the platforms.
+    variables = {**os.environ, "TNT_LOG_LEVEL": "WARNING", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, __file__, "--modelled", "--worker"]
     for name in args.networks or MODELLED:
         for budget, share in BUDGETS.items():

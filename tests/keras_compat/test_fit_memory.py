@@ -598,6 +598,25 @@ def test_convolutions_on_cpus_take_passes_after_all_else(use_ranks, monkeypatch)
     assert_close(histories[2], histories[0])
 
 
+class Patches(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.Conv(32, (4, 4), (4, 4))(x).reshape(-1, 16, 32)
+        for _ in range(4):
+            x = x + nn.Dense(32)(nn.tanh(nn.Dense(256)(x)))
+        return nn.Dense(5)(x.mean(1))
+
+
+def test_few_convolutions_do_not_make_passes_slow(use_ranks, monkeypatch):
+    monkeypatch.setenv("TNT_DEVICE_MEMORY", "5MiB")
+    use_ranks(1)
+    x = np.random.default_rng(0).normal(size=(64, 16, 16, 3)).astype(np.float32)
+    model = make_model(Patches())
+    model.fit(x, np.arange(64) % 5, batch_size=64, verbose=0, tnt_micro_batch_size="auto")
+    assert " passes of " in model._core.memory_choice.chosen.name
+    assert "remat" not in str(model._core.memory_choice)
+
+
 def test_what_several_processes_do_before_a_first_step_suits_steps_one_by_one(
     use_ranks, monkeypatch
 ):

@@ -162,6 +162,34 @@ def test_what_must_be_computed_at_once_is_compiled_so(use_ranks):
     assert ways.compiled == [None]
 
 
+def test_what_comes_again_in_passes_is_not_compiled_for_an_estimate_that_is_too_much(use_ranks):
+    use_ranks(1)
+    ways = Ways(of_pass, 1000, why_whole=lambda: "Passes are slow", comes_again=lambda: True)
+    again = [way._replace(why_whole=lambda: None) for way in ways.ways]
+    choice = memory_choice.choose("asked", ways.ways + again, 700)
+    assert choice.rows_at_once == 50
+    assert ways.compiled == [50]
+
+
+def test_both_words_of_random_numbers_are_estimated(use_ranks):
+    """Threefry computes two words for a number, which are combined where a mask is used."""
+    use_ranks(1)
+
+    def loss(weights, x, key):
+        for index, w in enumerate(weights):
+            kept = jax.random.bernoulli(jax.random.fold_in(key, index), 0.5, x.shape)
+            x = jax.numpy.tanh(jax.numpy.where(kept, x, 0) @ w)
+        return x.sum()
+
+    weights = [jax.ShapeDtypeStruct((64, 64), "f4")] * 8
+    rows = jax.ShapeDtypeStruct((1024, 64), "f4")
+    traced = jax.jit(jax.grad(loss)).trace(weights, rows, jax.random.key(0))
+    program = _jax.TracedProgram(traced)
+    gradients = 8 * 64 * 64 * 4
+    stated = program.compile().computed_bytes - gradients
+    assert 0.95 < program.estimate_bytes() / stated < 1.05
+
+
 def test_a_choice_says_how_much_more_it_computes():
     """A product of matrices, twice in a loop, beside a convolution: what a reader counts."""
 

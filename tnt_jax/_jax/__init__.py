@@ -96,6 +96,7 @@ from tnt_jax._jax.programs import (
     loop_sizes,
     needed_operands,
     new_variable,
+    operations_of_products,
     run_equation,
     threefry2x32_p,
     threefry_prng_impl,

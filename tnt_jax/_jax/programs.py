@@ -336,11 +336,14 @@ def bytes_of_products(jaxpr: Any) -> int:
     )
 
 
-def operations_of_products(jaxpr: Any) -> int:
-    """Returns the multiplications of products and convolutions; loops count each time."""
+def operations_of_products(jaxpr: Any, *, of_convolutions: bool = False) -> int:
+    """Returns the multiplications of products and convolutions; loops count each time.
+
+    If `of_convolutions`, those of convolutions alone.
+    """
     total = 0
     for equation, times in _with_times(jaxpr):
-        if equation.primitive.name == "dot_general":
+        if equation.primitive.name == "dot_general" and not of_convolutions:
             (contracted, _), _ = equation.params["dimension_numbers"]
             shape = equation.invars[0].aval.shape
             products = math.prod(shape[dim] for dim in contracted)

@@ -41,6 +41,7 @@ class Way(NamedTuple):
         beside: Bytes of `floor` that are no operands of the program.
         num_rows: Rows of a rank, if several passes are asked for; else None.
         why_whole: Returns why all rows are computed at once; None if they need not.
+        comes_again: Returns whether it comes again, for several passes.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Way(NamedTuple):
     beside: int = 0
     num_rows: int | None = None
     why_whole: Callable[[], str | None] = lambda: None
+    comes_again: Callable[[], bool] = lambda: False
 
 
 class Attempt(NamedTuple):
@@ -267,12 +269,14 @@ def _attempts(
     else:
         whole = way.program(None)
         needed = _agreed(floor + whole.estimate_bytes())
-        if needed <= limit or is_whole or way.why_whole():
+        if needed <= limit or is_whole or (way.why_whole() and not way.comes_again()):
             if look(num_rows) or is_whole or way.why_whole():
                 return tried
             upper, needed = num_rows - 1, tried[-1].nbytes
         else:
             tried.append(Attempt(_name(way, None), needed, False, operations=whole.operations()))
+            if way.comes_again():
+                return tried
     while not look(rows := most_rows(upper)):
         if rows == 1 or (len(passes) > 1 and _rows_at(limit, *passes[-2:]) < 1):
             return tried

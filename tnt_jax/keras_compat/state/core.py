@@ -66,8 +66,10 @@ _WAYS_OUT = {
 }
 
 
-# Up to 29 times slower (benchmarks/README.md#a-global-batch-larger-than-memory).
+# Up to 29 times slower (benchmarks/README.md#a-global-batch-larger-than-memory), so that
+# rematerialization takes less time if they are more than this share of the operations.
 _SLOW_IN_PASSES = "XLA's CPU convolutions are many times slower in passes"
+_SLOW_SHARE = 0.02
 
 
 # The models that have been used in this job.
@@ -333,12 +335,15 @@ class Core:
             )
 
         @cache
-        def why_whole_at_first() -> str | None:
-            traced = trace() if trace is not None and trainer.runtime.platform == "cpu" else None
-            is_slow = traced is not None and _jax.convolutions_in(traced.jaxpr.jaxpr)
-            return why_whole() or (_SLOW_IN_PASSES if is_slow else None)
+        def is_slow() -> bool:
+            """Returns whether several passes are possible, but slow."""
+            if trace is None or trainer.runtime.platform != "cpu" or why_whole():
+                return False
+            jaxpr = trace().jaxpr.jaxpr
+            of_convolutions = _jax.operations_of_products(jaxpr, of_convolutions=True)
+            return of_convolutions > _SLOW_SHARE * _jax.operations_of_products(jaxpr)
 
-        def way_of(form: _Form, why_whole: Callable[[], str | None]) -> memory_choice.Way:
+        def way_of(form: _Form, *, at_first: bool) -> memory_choice.Way:
             here = form.options.on_mesh(job, form.sharding)
             steps = form.options.steps(here, form.sharding, self.adapter.axis_names, whole=is_whole)
             step_options = (compilation.accumulation_steps, compilation.on_nan)
@@ -362,10 +367,17 @@ class Core:
             places = steps.place(state)
             floor = memory_choice.local_bytes(places) + of_batch + waiting
             grads = memory_choice.local_bytes(places.params)
-            has_failed = form is forms[0] and failed is not None and why_whole() is None
+
+            def comes_again() -> bool:
+                return at_first and is_slow()
+
+            def why() -> str | None:
+                return why_whole() or (_SLOW_IN_PASSES if comes_again() else None)
+
+            has_failed = form is forms[0] and failed is not None and why() is None
             asked_rows = None if has_failed else num_rows
             return memory_choice.Way(
-                form.name, floor, grads, program, waiting, asked_rows, why_whole
+                form.name, floor, grads, program, waiting, asked_rows, why, comes_again
             )
 
         def variants() -> Iterator[_Form]:
@@ -380,11 +392,11 @@ class Core:
                     yield form
 
         def ways() -> Iterator[memory_choice.Way]:
-            for why in (why_whole_at_first, why_whole):
+            for at_first in (True, False):
                 for form in variants():
                     looked_at.append(form)
-                    yield way_of(form, why)
-                if why_whole_at_first() == why_whole():
+                    yield way_of(form, at_first=at_first)
+                if not is_slow():
                     return
 
         try:
