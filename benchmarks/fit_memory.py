@@ -12,6 +12,8 @@ training state. "First step" is the largest until the first one has ended, beyon
 before it: the code of its program, stacks of threads, and a copy of the state, which takes its
 place if there is no memory for a step. All forms of a network must end with the same loss. Memory
 does not depend on what else runs; times do, so that the table has them with `--times` alone.
+With `--ranks 3 --more-rows 5`, three CPU devices have unequal parts of the batch; numbers are those
+of a device, measured as a third of what the process takes.
 
 On a GPU the networks are those of `--modelled`, and "measured" is the most memory that arrays and
 programs have taken, in a second process that finds its programs compiled: trials of kernels take
@@ -137,9 +139,10 @@ def trimmed() -> int:
     return status("VmRSS")
 
 
-def train(name: str, rows: int, steps: int, platform: str | None) -> dict[str, Any]:
+def train(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Trains a network in this process, whose environment has the budget."""
-    choose_devices(platform)
+    rows, steps = args.rows, args.steps
+    choose_devices(args.platform, num_cpu_devices=args.ranks)
     import jax
 
     import tnt_jax as tnt
@@ -192,18 +195,20 @@ def train(name: str, rows: int, steps: int, platform: str | None) -> dict[str, A
         if "found no way" not in str(error):
             raise
         return {"chosen": "nothing fits", "error": str(error)}
-    state = sum(leaf.nbytes for leaf in jax.tree.leaves(model.state))
+    leaves = jax.tree.leaves(model.state)
+    state = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
     stats = device.memory_stats()
+    num_ranks = 1 if stats else args.ranks
     most = stats["peak_bytes_in_use"] if stats else notes["most"]
     choice = model._core.memory_choice
     [*_, chosen] = choice.attempts[-1]
     return {
         "chosen": chosen.name,
-        "rows": rows,
+        "rows": -(-rows // num_ranks),
         "rows_at_once": chosen.rows_at_once,
         "predicted": chosen.nbytes,
-        "measured": most - notes["before"] + state,
-        **({} if stats else {"first_step": notes["first"] + state}),
+        "measured": (most - notes["before"]) / num_ranks + state,
+        **({} if stats else {"first_step": notes["first"] / num_ranks + state}),
         "programs": choice.num_compiled,
         "choosing_s": notes["choosing_s"],
         "longest_compilation_s": max(compiled),
@@ -302,7 +307,7 @@ def measure(name: str, rows: int, budget: int | None, args: argparse.Namespace) 
     variables = {**os.environ, **ALLOCATOR, "TNT_LOG_LEVEL": "WARNING", "KERAS_BACKEND": "jax"}
     if budget is not None:
         variables["TNT_DEVICE_MEMORY"] = f"{budget}B"
-    options = ["--worker", name, "--steps", str(args.steps)]
+    options = ["--worker", name, "--steps", str(args.steps), "--ranks", str(args.ranks)]
     options += ["--platform", args.platform] if args.platform else []
     command = [sys.executable, __file__, *options, "--rows", str(rows)]
     if on_cpus(args.platform):
@@ -333,7 +338,7 @@ def main_measured(args: argparse.Namespace, results: "Results") -> None:
     """Measures all networks with all budgets."""
     networks = NETWORKS if on_cpus(args.platform) else MODELLED
     for name in args.networks or networks:
-        rows = max(int(networks[name] * args.scale), 8)
+        rows = max(int(networks[name] * args.scale), 8) + args.more_rows
         for budget, share in BUDGETS.items():
             whole = results.of(name).get("all memory", {"predicted": 0, "loss": 0})
             limit = None if share is None else int(share * whole["predicted"])
@@ -464,6 +469,8 @@ def main() -> None:
     parser.add_argument(
         "--modelled", action="store_true", help="for an H100, which need not be here"
     )
+    parser.add_argument("--ranks", type=int, default=1, help="CPU devices")
+    parser.add_argument("--more-rows", type=int, default=0, help="rows beyond equal parts")
     parser.add_argument("--share", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=3, help="steps, the first not timed")
@@ -476,7 +483,7 @@ def main() -> None:
         found = (
             choose_modelled(args.worker, MODELLED[args.worker], args.share or None)
             if args.modelled
-            else train(args.worker, args.rows, args.steps, args.platform)
+            else train(args.worker, args)
         )
         print(RESULT + json.dumps(found), flush=True)
         return
