@@ -106,6 +106,53 @@ def test_a_process_that_joins_comes_last_and_takes_the_newest_state():
     assert formed[0]["source"] == 0
 
 
+def test_the_step_that_runs_is_not_lost_where_a_process_joins(monkeypatch):
+    membership, actions = job()
+    membership.lost(2, "was killed")
+    assert all(told["at_once"] for told in actions.take("interrupt").values())
+    for rank in (0, 1):
+        membership.heard(rank, ready())
+    actions.take("form")
+    membership.heard(2, {"kind": "here"})
+    membership.heard(2, ready(done=()))
+    assert not any(told["at_once"] for told in actions.take("interrupt").values())
+    now = time.monotonic()
+    for later in (0.0, 10.0):  # The others may be in a long step.
+        monkeypatch.setattr(time, "monotonic", lambda later=later: now + later)
+        for rank in range(3):
+            membership.heard(rank, {"kind": "here"})
+        membership.tick()
+        assert not actions.take("interrupt")
+    membership.heard(0, ready() | {"number": 1})
+    # Rank 1 has begun a step that process 0 does not make.
+    monkeypatch.setattr(time, "monotonic", lambda: now + 10.6)
+    for rank in range(3):
+        membership.heard(rank, {"kind": "here"})
+    membership.tick()
+    told = actions.take("interrupt")
+    assert told[1]["at_once"]
+    assert told[1]["number"] == 1
+    membership.tick()
+    assert not actions.take("interrupt")
+    membership.heard(1, ready() | {"number": 1})
+    assert sorted(actions.take("form")) == [0, 1, 2]
+
+
+def test_a_loss_while_a_process_joins_ends_the_step_at_once():
+    membership, actions = job(4)
+    membership.lost(3, "was killed")
+    for rank in range(3):
+        membership.heard(rank, ready())
+    membership.heard(3, {"kind": "here"})
+    membership.heard(3, ready(done=()))
+    actions.take("interrupt")
+    membership.lost(1, "was killed")
+    assert {r: told["at_once"] for r, told in actions.take("interrupt").items()} == {
+        0: True,
+        2: True,
+    }
+
+
 def test_a_second_death_while_the_others_get_ready_is_no_second_generation():
     membership, actions = job(4)
     membership.lost(2, "was killed")

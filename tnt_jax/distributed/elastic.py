@@ -88,7 +88,10 @@ class Link:
         return self._ends.get(self.generation.number, "")
 
     def when_ended(self, function: Callable[[], None]) -> None:
-        """Has a function called, from a thread, as soon as the generation has ended."""
+        """Has a function called that ends waiting for others, as soon as a process is lost.
+
+        It comes from a thread; where a process joins, once all have left the generation.
+        """
         with self._changed:
             if not self.ended:
                 self._on_end.append(function)
@@ -156,10 +159,11 @@ class Link:
 
         with self._changed:
             self._changed.wait_for(is_decided)
-            if self._formed is None:
-                return None
-            self.generation, self._on_end = self._formed, []
-            return self.generation
+            formed = self._formed
+        if formed is not None:
+            self._end_waiting()
+            self.generation = formed
+        return formed
 
     def _send(self, **message: Any) -> None:
         if os.getpid() == self._pid:
@@ -192,8 +196,13 @@ class Link:
                 self._formed = Generation(**message)
             elif kind == "interrupt":
                 self._ends[message["number"]] = message["why"]
-            functions, self._on_end = (self._on_end, []) if self.ended else ([], self._on_end)
             self._changed.notify_all()
+        if self.ended and message.get("at_once"):
+            self._end_waiting()
+
+    def _end_waiting(self) -> None:
+        with self._changed:
+            functions, self._on_end = self._on_end, []
         for function in functions:
             function()
 

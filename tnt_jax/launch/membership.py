@@ -1,10 +1,10 @@
 """Which processes of an elastic job train together: the launcher decides, and nobody else.
 
-A *generation* is a numbered set of processes that share sums. It ends when one of them is lost, or
-when a process that was started in its place is ready to join. Every process of it then leaves its
-sums, reports how far it has come, and waits; once all that live have done so, the launcher forms
-the next generation. A process that cannot reach the launcher is in none, so two sets never both go
-on.
+A *generation* is a numbered set of processes that share sums. It ends when one of them is lost, or,
+after the step that runs, when a process that was started in its place is ready to join. Every
+process of it then leaves its sums, reports how far it has come, and waits; once all that live have
+done so, the launcher forms the next generation. A process that cannot reach the launcher is in
+none, so two sets never both go on.
 
 A process reports, in one JSON object each, over its supervisor:
     here        it runs: every second, from a thread
@@ -18,7 +18,7 @@ A process reports, in one JSON object each, over its supervisor:
     refuses     it cannot join, and `why`; it ends then
 
 The launcher sends it:
-    interrupt   the generation has ended, and `why`
+    interrupt   the generation has ended, and `why`: `at_once`, or after the step that runs
     form        the next one: its number, the process's index, how many they are, the coordinator's
                 address, and the index of the process with the newest state
     calls       for one that joins, the results of all calls of the script that have ended, and the
@@ -38,6 +38,8 @@ _MOST_HOST_LOSSES = 3
 # Generations in a row without a step after which the processes are taken to be unable to train.
 _MOST_WITHOUT_STEP = 8
 _COULD_NOT = "could not go on"
+# Processes end the same step within less, where one joins; one that is later has begun another.
+_LEAVES_S = 0.5
 # After a pause of the launcher itself, messages are still unread.
 _PAUSE_S = 3.0
 
@@ -110,6 +112,9 @@ class Membership:
         # Why the generation has ended; empty while it trains.
         self._causes: list[str] = []
         self._since = now
+        # Whether it has ended at once, and when the first process has left it.
+        self._is_cut = False
+        self._left_at: float | None = None
         # What to show once training goes on: the causes, the generation, and since when it did not.
         self._news: tuple[list[str], str, float] | None = None
         # Why the generation cannot change at the moment; empty within a call that can go on.
@@ -156,6 +161,8 @@ class Membership:
             self._admit()
         elif not self._causes and message.get("number", self._number) == self._number:
             self._interrupt(f"process {rank} {_COULD_NOT}: {message['why']}")
+        if seat.is_in and self._left_at is None:
+            self._left_at = time.monotonic()
         self._form()
 
     def _end_stuck(self, message: Mapping[str, Any]) -> None:
@@ -171,7 +178,7 @@ class Membership:
         waiting = self._waiting
         if self._causes or self._can_train(len(self._members) + len(waiting)):
             for rank, seat in waiting.items():
-                self._interrupt(f"process {rank} joins on {seat.host}")
+                self._interrupt(f"process {rank} joins on {seat.host}", at_once=False)
 
     def _take_result(self, message: Mapping[str, Any]) -> None:
         if message["call"] != len(self._calls):
@@ -276,6 +283,8 @@ class Membership:
         self._ticked_at = now
         if self._is_over:
             return
+        if self._left_at and not self._is_cut and now - self._left_at > _LEAVES_S:
+            self._tell_end(at_once=True)
         for rank, seat in self._seats.items():
             silent_s = 0.0 if seat.heard_at is None else now - seat.heard_at
             if seat.is_running and silent_s > self._silence_s:
@@ -294,15 +303,20 @@ class Membership:
     def _waiting(self) -> dict[int, _Seat]:
         return {rank: seat for rank, seat in self._seats.items() if seat.ready and not seat.is_in}
 
-    def _interrupt(self, why: str) -> None:
+    def _interrupt(self, why: str, *, at_once: bool = True) -> None:
         if not self._causes:
             self._since = time.monotonic()
             self._without_step += 1
         # A broken connection is often seen before the loss that has broken it.
         causes = [cause for cause in self._causes if _COULD_NOT not in cause and cause != why]
         self._causes = [*causes, why]
+        self._tell_end(at_once=at_once)
+
+    def _tell_end(self, *, at_once: bool) -> None:
+        self._is_cut |= at_once
+        message = {"number": self._number, "why": self._causes[-1], "at_once": at_once}
         for rank in self._members:
-            self._actions.tell(rank, kind="interrupt", number=self._number, why=why)
+            self._actions.tell(rank, kind="interrupt", **message)
 
     def _replace(self, rank: int, seat: _Seat) -> None:
         if seat.host in self._lost_hosts:
@@ -354,6 +368,7 @@ class Membership:
 
     def _start_generation(self, ranks: Sequence[int], source: int) -> None:
         self._number += 1
+        self._is_cut, self._left_at = False, None
         if ranks[0] != self._order[0]:
             self._actions.show(ranks[0])
         self._order = list(ranks)
