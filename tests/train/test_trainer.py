@@ -1,5 +1,7 @@
 """The trainer alone, without a facade: which steps it runs, what it tells its caller and when."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import optax
@@ -7,10 +9,12 @@ import pytest
 from linear_steps import ByHand, LinearAdapter, make_batches, make_parts, parameters
 from long_params import long_but_last
 
+from tnt_jax._jax import make_data_mesh
 from tnt_jax.adapters.base import Variables
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.distributed.sums.reduction import Reduction
 from tnt_jax.train import compiled_steps
+from tnt_jax.train.ahead import Ahead
 from tnt_jax.train.compiled_steps import Kept
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
 from tnt_jax.train.steps.epoch_sums import zero_sums
@@ -123,6 +127,47 @@ def test_steps_of_an_elastic_job_are_traced_once_for_a_number_of_devices(
     run(trainer.train_epoch, trainer, batches, num_steps=num_steps)
     assert len(traced) == counts[-1] + counts[0]
     assert len(zeros) == 2
+
+
+def test_a_step_is_traced_and_compiled_for_fewer_ranks_before_a_process_is_lost(
+    use_ranks, monkeypatch
+):
+    traced, compiled, sgd = [], [], optax.sgd(0.1)
+
+    def update(*args, **kwargs):
+        traced.append(1)
+        return sgd.update(*args, **kwargs)
+
+    def steps_of(job):
+        return DataParallelSteps(job, Reduction())
+
+    job, optimizer = use_ranks(4), optax.GradientTransformation(sgd.init, update)
+    fewer = replace(job, mesh=make_data_mesh(job.mesh.devices[:3]))
+    left = {4: fewer, 3: None}
+    monkeypatch.setattr(type(job), "without_a_process", lambda job: left[job.num_ranks])
+    start = Ahead.start
+    monkeypatch.setattr(Ahead, "start", lambda own, lower: compiled.append(1) or start(own, lower))
+    trainer, by_hand = make_trainer(job), ByHand()
+    trainer.traced, trainer.steps_of = Kept(), steps_of
+    trainer.compile(make_parts(), optimizer)
+    trainer.build(None)
+    batches = make_batches(16, 16, 16)
+    run(trainer.train_epoch, trainer, batches[:1])
+    assert not compiled  # The first step has no company.
+    run(trainer.train_epoch, trainer, batches)
+    trainer.ahead_of_loss.wait()
+    assert len(compiled) == 1
+    assert [ranks for ranks, _ in trainer.traced.programs] == [4, 3]
+    before = len(traced)
+    trainer.reopen(fewer, steps_of(fewer), trainer.kept())
+    trainer.compile(make_parts(), optimizer)
+    padded = make_batches(16, 16, size=18)
+    run(trainer.train_epoch, trainer, padded)
+    assert len(traced) == before
+    assert [ranks for ranks, _ in trainer.traced.programs] == [4, 3]
+    for batch in (*batches[:1], *batches, *padded):
+        by_hand.train(batch)
+    by_hand.assert_state_is(trainer.state)
 
 
 def test_an_epoch_goes_on_from_its_middle_and_stops_when_told(use_ranks):

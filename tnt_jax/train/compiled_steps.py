@@ -1,5 +1,6 @@
 """The programs of a trainer: steps of training and evaluation, and what they add to."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -30,10 +31,12 @@ class Kept:
     Attributes:
         programs: Steps by the number of ranks, and by their operands in words.
         zeros: Sums of an epoch before its first batch, on the host, by the batch's description.
+        runs: How often steps have run, by the number of ranks, of steps, and of their rows.
     """
 
     programs: dict[tuple[int, str], bytes] = field(default_factory=dict)
     zeros: dict[Any, Any] = field(default_factory=dict)
+    runs: Counter[tuple[int, int, int]] = field(default_factory=Counter)
 
 
 class KeptStep:
@@ -62,7 +65,8 @@ class KeptStep:
 
     def _of(self, operands: tuple[Any, ...]) -> Any:
         leaves, tree = jax.tree.flatten(operands)
-        kind = tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        # A process that is alone passes rows of the host, whose numbers may have 64 bits.
+        kind = tree, tuple((x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in leaves)
         if kind not in self._opened:
             try:
                 self._opened[kind] = self._open(operands, (self._mesh.size, str(kind)))

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
 from tnt_jax.adapters.base import Adapter, Variables
@@ -75,7 +75,9 @@ class Trainer:
         # Of an elastic job, until `compile` chooses something else.
         self.traced: Kept | None = None if link() is None else Kept()
         self._reopens = False
-        self.ahead, self.evaluation_ahead = Ahead(), Ahead()
+        self.ahead, self.evaluation_ahead, self.ahead_of_loss = Ahead(), Ahead(), Ahead()
+        # In an elastic job, returns the steps of a job of other processes.
+        self.steps_of: Callable[[Runtime], Steps] | None = None
         self.fewer_rows: Callable[[], bool] | None = None
         self.fewer_evaluated_rows: Callable[[], bool] | None = None
         self.most_in_flight: int | None = None
@@ -355,7 +357,36 @@ class Trainer:
         if link() is not None:
             jax.block_until_ready(done)  # The state stays that of a complete step.
         self.state, sums = done
+        if self.traced is not None and self.steps_of is not None:
+            kind = self.runtime.mesh.size, group.num_steps, group.num_rows
+            self.traced.runs[kind] += 1
+            # Not beside the first step, for which the user waits.
+            if self.traced.runs[kind] == _RUNS_BEFORE:
+                self.ahead_of_loss.start(partial(self._lowered_for_fewer, self.steps_of, group))
         return sums
+
+    def _lowered_for_fewer(
+        self, steps_of: Callable[[Runtime], Steps], group: DeviceBatches
+    ) -> jax.stages.Lowered | None:
+        """Returns the step that follows the loss of a process; None if this one is alone."""
+        job = self.runtime.without_a_process()
+        if job is None or self._optimizer is None or group.shards is not None:
+            return None
+        steps = steps_of(job)
+        programs = CompiledSteps(
+            job,
+            steps,
+            self.programs.parts,
+            self._optimizer,
+            accumulation_steps=self._accumulation_steps,
+            on_nan=None,
+            kept=self.traced,
+        )
+        whole = NamedSharding(job.mesh, PartitionSpec())
+        state = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), self._built()
+        )
+        return programs.staged("lower", _described_on(steps, job.mesh, group), state)
 
     def _started(
         self,
@@ -570,6 +601,28 @@ class Trainer:
 
 OF_GROUPS = "groups/"
 """Start of the paths of arrays that groups of ranks have for themselves."""
+# A step that has run so often is compiled for the ranks that a loss would leave.
+_RUNS_BEFORE = 2
+
+
+def _described_on(steps: Steps, mesh: Mesh, group: DeviceBatches) -> DeviceBatches:
+    """Returns descriptions of the same batches with the rows of other ranks."""
+    dim, num_ranks = int(group.num_steps > 1), steps.rank_slice.num_ranks
+    num_real = group.num_rows // group.num_steps
+    num_rows = micro_batch_size(num_real, num_ranks) * num_ranks
+    leading = (None,) * dim
+    sharding = NamedSharding(mesh, PartitionSpec(*leading, _jax.rank_axes(mesh)))
+
+    def describe(x: Any) -> jax.ShapeDtypeStruct:
+        shape = (*x.shape[:dim], num_rows, *x.shape[dim + 1 :])
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+
+    batch = group.batch._replace(mask=None)
+    like = jax.tree.leaves(batch)[0]
+    if num_rows != num_real:
+        mask = jax.ShapeDtypeStruct((*like.shape[:dim], num_rows), np.float32)
+        batch = batch._replace(mask=mask)
+    return group._replace(batch=jax.tree.map(describe, batch))
 
 
 def _memory_of(trace: Callable[[DeviceBatches], Any], group: DeviceBatches) -> _jax.ProgramMemory:

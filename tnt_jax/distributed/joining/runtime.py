@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -59,6 +59,15 @@ class Runtime:
     def platform(self) -> str:
         """Kind of the devices: `cpu`, `gpu` or `tpu`."""
         return self.mesh.devices.flat[0].platform
+
+    def without_a_process(self) -> "Runtime | None":
+        """Returns the job without the last other process; None if this one is alone."""
+        devices, own = [*self.mesh.devices.flat], jax.process_index()
+        last = max((x.process_index for x in devices if x.process_index != own), default=None)
+        if last is None:
+            return None
+        left = [x for x in devices if x.process_index != last]
+        return replace(self, mesh=_jax.make_data_mesh(left))
 
 
 _runtime = Slot[Runtime | None](lambda: None)

@@ -202,8 +202,8 @@ class Call:
                 "ends; --max-restarts starts it again."
             ) from error
         trainer = self._shared.core.trainer
-        trainer.ahead.wait()
-        trainer.evaluation_ahead.wait()
+        for ahead in (trainer.ahead, trainer.evaluation_ahead, trainer.ahead_of_loss):
+            ahead.wait()
         return trainer.kept()
 
     def go_on(
@@ -348,9 +348,7 @@ class Recovery:
             assert traced is not None
             sent = None
             if jax.process_index() == source:
-                num_ranks = core.trainer.runtime.mesh.size
-                here = {x: y for x, y in traced.programs.items() if x[0] == num_ranks}
-                sent = own, collect(self._hooks.callbacks), here
+                sent = own, collect(self._hooks.callbacks), traced.programs
             root_rank = runtime.first_rank_of(source)
             newest, states, programs = broadcast_object(sent, root_rank=root_rank)
             if joins:

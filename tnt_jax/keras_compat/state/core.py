@@ -17,6 +17,7 @@ from tnt_jax import _jax, reproducible, sharded
 from tnt_jax.adapters import wrap
 from tnt_jax.adapters.base import Variables
 from tnt_jax.data.feed import BATCHES_AHEAD
+from tnt_jax.distributed.elastic import link
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining import runtime
 from tnt_jax.job import Slot
@@ -124,6 +125,9 @@ class Core:
                     LocalTrainer, sync=options.sync, threshold_kb=options.fusion_threshold
                 )
             self._trainer = make(self.adapter, job, steps, seed=options.seed)
+            # GPUs try kernels for a program that is compiled, which takes their memory.
+            if link() is not None and options.sync is None and job.platform == "cpu":
+                self._trainer.steps_of = self._first_steps
             _on_devices.get().add(self)
         return self._trainer
 
