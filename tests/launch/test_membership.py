@@ -138,6 +138,23 @@ def test_the_step_that_runs_is_not_lost_where_a_process_joins(monkeypatch):
     assert sorted(actions.take("form")) == [0, 1, 2]
 
 
+def test_a_call_that_ends_with_the_step_after_which_a_process_was_to_join_ends_as_it_is():
+    membership, actions = job()
+    membership.lost(2, "was killed")
+    for rank in (0, 1):
+        membership.heard(rank, ready())
+    membership.heard(0, {"kind": "on", "place": "step 1"})
+    membership.heard(2, {"kind": "here"})
+    membership.heard(2, ready(done=()))
+    actions.take("interrupt")
+    membership.heard(0, can_change("Model.fit has ended"))
+    assert {told["why"] for told in actions.take("interrupt").values()} == {""}
+    # Nothing waits for the others any more.
+    membership.heard(0, {"kind": "ended", "call": 0, "result": {}})
+    assert not membership.lost(1, "was killed")
+    assert "Training cannot go on in place: Model.fit has ended" in actions.said[-1]
+
+
 def test_a_loss_while_a_process_joins_ends_the_step_at_once():
     membership, actions = job(4)
     membership.lost(3, "was killed")

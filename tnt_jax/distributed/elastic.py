@@ -64,8 +64,9 @@ class Link:
         os.set_inheritable(descriptor, False)
         self.rank, self.planned = rank, planned
         self.generation = Generation(0, -1 if joins else rank, planned)
-        # Why generations have ended, by their numbers.
+        # Why generations have ended, or end after the step that runs, by their numbers.
         self._ends: dict[int, str] = {}
+        self._ends_after_step: dict[int, str] = {}
         self._on_end: list[Callable[[], None]] = []
         self._results: list[Any] = []
         self._latest = -1
@@ -86,6 +87,11 @@ class Link:
     def ended(self) -> str:
         """Why the generation of this process has ended; empty while it trains."""
         return self._ends.get(self.generation.number, "")
+
+    @property
+    def ends_after_step(self) -> str:
+        """Why it has ended, or ends after the step that runs; else empty."""
+        return self.ended or self._ends_after_step.get(self.generation.number, "")
 
     def when_ended(self, function: Callable[[], None]) -> None:
         """Has a function called that ends waiting for others, as soon as a process is lost.
@@ -195,9 +201,10 @@ class Link:
             elif kind == "form":
                 self._formed = Generation(**message)
             elif kind == "interrupt":
-                self._ends[message["number"]] = message["why"]
+                ends = self._ends if message["at_once"] else self._ends_after_step
+                ends[message["number"]] = message["why"]
             self._changed.notify_all()
-        if self.ended and message.get("at_once"):
+        if self.ended:
             self._end_waiting()
 
     def _end_waiting(self) -> None:
@@ -255,6 +262,13 @@ def raise_if_ended() -> None:
     own = link()
     if own is not None and own.ended:
         raise Interrupted(f"{own.ended}.")
+
+
+def raise_after_step() -> None:
+    """Raises `Interrupted` between two steps if the generation has ended, or ends here."""
+    own = link()
+    if own is not None and own.ends_after_step:
+        raise Interrupted(f"{own.ends_after_step}.")
 
 
 _LISTENS = "0A"

@@ -18,7 +18,8 @@ A process reports, in one JSON object each, over its supervisor:
     refuses     it cannot join, and `why`; it ends then
 
 The launcher sends it:
-    interrupt   the generation has ended, and `why`: `at_once`, or after the step that runs
+    interrupt   the generation has ended, and `why`: `at_once`, or after the step that runs, which
+                an empty `why` takes back
     form        the next one: its number, the process's index, how many they are, the coordinator's
                 address, and the index of the process with the newest state
     calls       for one that joins, the results of all calls of the script that have ended, and the
@@ -147,6 +148,7 @@ class Membership:
             case "can_change":
                 self._obstacle, self._sizes = message["obstacle"], message["sizes"]
                 self._latest = max(self._latest, message["call"])
+                self._take_back_end()
                 self._send_calls()
                 self._admit()
             case "refuses":
@@ -164,6 +166,12 @@ class Membership:
         if seat.is_in and self._left_at is None:
             self._left_at = time.monotonic()
         self._form()
+
+    def _take_back_end(self) -> None:
+        """Lets the generation go on if its call has ended with the step that was to be its last."""
+        if self._obstacle and self._causes and not self._is_cut and self._left_at is None:
+            self._causes, self._without_step = [], 0
+            self._tell_end("", at_once=False)
 
     def _end_stuck(self, message: Mapping[str, Any]) -> None:
         if message["number"] == self._number > self._stuck and not self._causes:
@@ -284,7 +292,7 @@ class Membership:
         if self._is_over:
             return
         if self._left_at and not self._is_cut and now - self._left_at > _LEAVES_S:
-            self._tell_end(at_once=True)
+            self._tell_end(self._causes[-1], at_once=True)
         for rank, seat in self._seats.items():
             silent_s = 0.0 if seat.heard_at is None else now - seat.heard_at
             if seat.is_running and silent_s > self._silence_s:
@@ -310,11 +318,11 @@ class Membership:
         # A broken connection is often seen before the loss that has broken it.
         causes = [cause for cause in self._causes if _COULD_NOT not in cause and cause != why]
         self._causes = [*causes, why]
-        self._tell_end(at_once=at_once)
+        self._tell_end(why, at_once=at_once)
 
-    def _tell_end(self, *, at_once: bool) -> None:
+    def _tell_end(self, why: str, *, at_once: bool) -> None:
         self._is_cut |= at_once
-        message = {"number": self._number, "why": self._causes[-1], "at_once": at_once}
+        message = {"number": self._number, "why": why, "at_once": at_once}
         for rank in self._members:
             self._actions.tell(rank, kind="interrupt", **message)
 

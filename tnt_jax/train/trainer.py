@@ -20,7 +20,7 @@ from tnt_jax.adapters.base import Adapter, Variables
 from tnt_jax.data.feed import Feed, make_put
 from tnt_jax.data.layout import micro_batch_size
 from tnt_jax.data.sources import HostBatch
-from tnt_jax.distributed.elastic import link, raise_if_ended
+from tnt_jax.distributed.elastic import link, raise_after_step
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.liveness import phases
@@ -323,7 +323,7 @@ class Trainer:
         running = InFlight(is_alone=self._is_alone, most=self.most_in_flight)
         index, watch = first_index, self.programs.watch
         for group in batches:
-            raise_if_ended()
+            raise_after_step()
             hooks.on_batch_begin(index)
             # Read here, because a callback may have changed the steps.
             group, compiled = self._taken(group), self.programs
