@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 from processes import SCRIPTS, environment, launch
 
-from tnt_jax.launch import restarts
+from tnt_jax.launch import run as run_module
 from tnt_jax.launch.command import main
-from tnt_jax.launch.planning.hostfile import HostEntry
+from tnt_jax.launch.remote.hosts import HostEntry
 from tnt_jax.launch.remote.session import HostError
-from tnt_jax.launch.restarts import delay_before_restart, run_on_hosts_left
-from tnt_jax.launch.run import Attempt, Ending
+from tnt_jax.launch.run import Attempt, Ending, delay_before_restart, run_on_hosts_left
 
 # What every script below knows of its job.
 KNOWN = """
@@ -260,7 +259,7 @@ def test_an_attempt_that_ran_for_long_begins_the_delays_anew(monkeypatch):
     slept, clock = [], SimpleNamespace(now_s=0.0)
     times = {"monotonic": lambda: clock.now_s, "sleep": slept.append, "time": time.time}
     times |= {"strftime": time.strftime, "localtime": time.localtime}
-    monkeypatch.setattr(restarts, "time", SimpleNamespace(**times))
+    monkeypatch.setattr(run_module, "time", SimpleNamespace(**times))
     hosts = [HostEntry("a", 1), HostEntry("b", 1)]
     # Seconds that each attempt ran, and the hosts that were lost.
     ends = iter([(1, ()), (1, ()), (61, ()), (1, ()), (1, ("b",)), (1, ())])
@@ -271,7 +270,7 @@ def test_an_attempt_that_ran_for_long_begins_the_delays_anew(monkeypatch):
         return Ending(3, because="it failed", silent_hosts=lost)
 
     options = SimpleNamespace(max_restarts=5, min_hosts=None)
-    assert restarts._repeat(Attempt("job", hosts), options, run, lambda: hosts) == 3
+    assert run_module._repeat(Attempt("job", hosts), options, run, lambda: hosts) == 3
     assert slept == [1, 2, 1, 2, 8]
 
 

@@ -12,7 +12,7 @@ import subprocess
 
 import pytest
 
-from tnt_jax.launch.planning.hostfile import read_hostfile
+from tnt_jax.launch.remote.hosts import read_hostfile
 
 HOSTFILE = os.environ.get("TNT_TEST_HOSTFILE", "")
 SSH_CONFIG = os.environ.get("TNT_TEST_SSH_CONFIG", "")

@@ -1,6 +1,6 @@
 import pytest
 
-from tnt_jax.launch.planning.hostfile import (
+from tnt_jax.launch.remote.hosts import (
     HostEntry,
     allocated_hosts,
     parse_hostfile,

@@ -6,15 +6,18 @@ import os
 import pytest
 
 from tnt_jax.cluster.clusters import Job
-from tnt_jax.launch.planning.environment import (
-    PLUGIN_PATH,
-    Launch,
-    carried_environment,
-    task_environment,
-)
 from tnt_jax.launch.planning.facts import Facts
 from tnt_jax.launch.planning.options import Options
-from tnt_jax.launch.planning.plan import Devices, Host, choose_devices, plan_processes
+from tnt_jax.launch.planning.plan import (
+    PLUGIN_PATH,
+    Devices,
+    Host,
+    Launch,
+    carried_environment,
+    choose_devices,
+    plan_processes,
+    task_environment,
+)
 
 FACTS = Facts(
     hostname="node1",

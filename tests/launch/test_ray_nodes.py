@@ -11,7 +11,7 @@ import pytest
 from ray_clusters import await_nothing_left
 
 from tnt_jax.launch.planning.options import parse_options
-from tnt_jax.launch.remote.ray_nodes import RayNodes
+from tnt_jax.launch.remote.hosts import taking_hosts
 from tnt_jax.launch.remote.session import HostError
 
 # Each process has another that leaves its session, and saves its state when it is asked to end.
@@ -223,7 +223,7 @@ def test_a_cluster_that_is_not_there_is_named_in_the_error():
         ["--ray", "-n", "2", "--ray-address", "127.0.0.1:1", "x.py"], version=""
     )
     with (
-        RayNodes(options) as nodes,
+        taking_hosts(options, {}) as take,
         pytest.raises(HostError, match=r"No Ray cluster answers at 127\.0\.0\.1:1"),
     ):
-        nodes.take()
+        take()

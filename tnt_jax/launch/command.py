@@ -10,17 +10,22 @@ from pathlib import Path
 from tnt_jax.cluster.clusters import Job, detect_job
 from tnt_jax.launch.doctor import doctor
 from tnt_jax.launch.explain.command import run_explain
-from tnt_jax.launch.planning.environment import task_environment
 from tnt_jax.launch.planning.facts import Facts, find_obstacles, inspect_host, package_version
 from tnt_jax.launch.planning.fingerprint import fingerprint
-from tnt_jax.launch.planning.hostfile import LOCALHOST, HostEntry
 from tnt_jax.launch.planning.options import Options, parse_options
-from tnt_jax.launch.planning.plan import script_command
+from tnt_jax.launch.planning.plan import script_command, task_environment
 from tnt_jax.launch.processtree import adopt_orphans, kill_descendants, leave_orphans
+from tnt_jax.launch.remote.hosts import LOCALHOST, HostEntry
 from tnt_jax.launch.remote.screen import discard, say
 from tnt_jax.launch.remote.session import HostError
-from tnt_jax.launch.restarts import clean_up, run_with_restarts
-from tnt_jax.launch.run import Attempt, check, new_job_id, run_attempt
+from tnt_jax.launch.run import (
+    Attempt,
+    check,
+    clean_up,
+    new_job_id,
+    run_attempt,
+    run_with_restarts,
+)
 from tnt_jax.launch.scale.command import run_scale
 from tnt_jax.launch.supervisor import expand
 from tnt_jax.launch.trials import Stopped

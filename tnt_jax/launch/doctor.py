@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from tnt_jax.files import replacing
-from tnt_jax.launch.planning.environment import Launch, carried_environment
 from tnt_jax.launch.planning.facts import (
     Examination,
     Facts,
@@ -26,10 +25,10 @@ from tnt_jax.launch.planning.facts import (
     package_version,
     share_machine,
 )
-from tnt_jax.launch.planning.hostfile import HostEntry
 from tnt_jax.launch.planning.options import Options, add_options
-from tnt_jax.launch.planning.plan import Devices, Host, plan_processes
+from tnt_jax.launch.planning.plan import Devices, Host, Launch, carried_environment, plan_processes
 from tnt_jax.launch.remote.connection import Lines
+from tnt_jax.launch.remote.hosts import HostEntry, taking_hosts
 from tnt_jax.launch.remote.screen import say
 from tnt_jax.launch.remote.session import HostError, Session
 from tnt_jax.launch.run import (
@@ -37,7 +36,6 @@ from tnt_jax.launch.run import (
     hosts_of,
     new_job_id,
     open_session,
-    taking_hosts,
     working_directory,
 )
 

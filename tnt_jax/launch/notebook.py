@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tnt_jax.launch.explain.explanation import EXPLANATION, Explanation
 from tnt_jax.launch.scale.scaling import RESULTS, Scaling
-from tnt_jax.launch.verify.receipt import Receipt
+from tnt_jax.launch.verify.command import Receipt
 
 # The virtual devices of this process: the processes that are measured get devices of their own.
 _VIRTUAL_DEVICES = re.compile(r"--xla_force_host_platform_device_count=\d+")
@@ -53,8 +53,8 @@ def scaling(
         *(["--weak"] if weak else []),
         *options,
     ]
-    line = [*words, "--", os.fspath(script), *arguments]
-    return Scaling.from_json(_result_of("scale", line, RESULTS, what="measured"))
+    words += ["--", os.fspath(script), *arguments]
+    return Scaling.from_json(_result_of("scale", words, RESULTS, what="measured"))
 
 
 def verify(

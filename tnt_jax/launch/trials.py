@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from tnt_jax.launch.planning.facts import find_obstacles
-from tnt_jax.launch.planning.hostfile import HostEntry
 from tnt_jax.launch.planning.options import Options
 from tnt_jax.launch.planning.plan import choose_devices
 from tnt_jax.launch.remote.connection import Lines
+from tnt_jax.launch.remote.hosts import HostEntry, job_hosts, taking_hosts
 from tnt_jax.launch.remote.screen import Screen, say
 from tnt_jax.launch.run import (
     Attempt,
@@ -19,11 +19,9 @@ from tnt_jax.launch.run import (
     ask_facts,
     check,
     hosts_of,
-    job_hosts,
     new_job_id,
     open_session,
     run_attempt,
-    taking_hosts,
 )
 
 # A line may hold the report of thousands of arrays.

@@ -7,8 +7,8 @@ import signal
 import pytest
 from processes import environment
 
-from tnt_jax.launch.planning.hostfile import HostEntry
 from tnt_jax.launch.planning.options import Scale, parse_options
+from tnt_jax.launch.remote.hosts import HostEntry
 from tnt_jax.launch.scale.command import _Table
 from tnt_jax.launch.scale.projection import Outer
 from tnt_jax.launch.scale.scaling import MARK, Scaling

@@ -8,8 +8,8 @@ from processes import SCRIPTS, environment
 from tnt_jax.launch import trials
 from tnt_jax.launch.planning.options import Verify, parse_options
 from tnt_jax.launch.verify import command
+from tnt_jax.launch.verify.command import Receipt
 from tnt_jax.launch.verify.comparison import Recording, Rounding, Step
-from tnt_jax.launch.verify.receipt import Receipt
 from tnt_jax.settings import RECORD_MARK
 
 SCRIPT = SCRIPTS / "train_planted.py"

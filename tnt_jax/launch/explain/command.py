@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tnt_jax.launch.explain.explanation import EXPLANATION, Explanation
 from tnt_jax.launch.planning.options import Explain, Options, Scale
+from tnt_jax.launch.remote.hosts import job_hosts
 from tnt_jax.launch.remote.screen import say
 from tnt_jax.launch.remote.session import HostError
-from tnt_jax.launch.run import job_hosts
 from tnt_jax.launch.scale.command import take_turns
 from tnt_jax.launch.trials import (
     Trials,

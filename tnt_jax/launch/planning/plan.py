@@ -1,17 +1,60 @@
-"""Turns hosts, devices and options into a list of processes: pure functions."""
+"""Turns hosts, devices and options into a list of processes with their environments.
+
+All functions are pure. The environment of a process is inherited from the shell or set here.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from tnt_jax.launch.planning.environment import Launch, process_environment
-from tnt_jax.launch.planning.facts import Facts
+from tnt_jax.cluster.clusters import Job
+from tnt_jax.launch.planning.facts import PROXIES, Facts
 from tnt_jax.launch.planning.options import Options
 
 # More would exhaust the memory of the launcher.
 _MOST_DEVICES = 4096
 # Runs a script up to the end of its first fit.
 _ENTRY = "tnt_jax.launch.entry"
+PLUGIN_PATH = str(Path(__file__).parents[2] / "distributed" / "plugin_path")
+"""Directory of `jax_plugins.tnt_jax_join`; on other hosts the package is at the same path."""
+
+SECRET = "TNT_JOB_SECRET"
+"""Variable that holds what only the processes of the job know."""
+_CARRIED_NAMES = (
+    "PATH PYTHONPATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV GLIBC_TUNABLES"
+).split()
+_CARRIED_PREFIXES = tuple("TNT_ XLA_ JAX_ TF_ NCCL_ KERAS_ PYTHON PJRT_ OMP_ tf_".split())
+# What describes a host or a login there, and what Ray sets for the process that it starts.
+_NAMES_OF_A_HOST = ("HOME USER LOGNAME SHELL HOSTNAME TMPDIR DISPLAY CUDA_VISIBLE_DEVICES").split()
+_PREFIXES_OF_A_HOST = tuple("RAY_ SSH_ XDG_ DBUS_ SLURM_ OMPI_ PMIX_".split())
+_THREADS_OF_LIBRARIES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Settings that the processes of a job have in common.
+
+    Attributes:
+        coordinator_address: `host:port` where process 0 listens.
+        environ: The environment of the launcher, which began at `launched_at` seconds since 1970.
+        terminals: Which of the launcher's own streams are terminals: "stdout", "stderr".
+        num_parts: Number of launchers like this one, with as many processes each, that a cluster
+            has started for the job; this is number `part` of them.
+        secret: What only the processes of the job know; empty if several launchers start them.
+    """
+
+    job_id: str
+    coordinator_address: str
+    cwd: str
+    environ: Mapping[str, str]
+    launched_at: float
+    terminals: tuple[str, ...] = ()
+    columns: int = 80
+    num_parts: int = 1
+    part: int = 0
+    restart_count: int = 0
+    secret: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
@@ -251,3 +294,188 @@ def _log_file(rank: int, options: Options, launch: Launch) -> str | None:
         return None
     attempt = f".restart{launch.restart_count}" if launch.restart_count else ""
     return os.path.join(launch.cwd, options.log_dir, f"rank{rank}{attempt}.log")
+
+
+def carried_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of the launcher's shell that processes on other hosts get, too."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name in _CARRIED_NAMES or name.startswith(_CARRIED_PREFIXES)
+    }
+
+
+def environment_on_ray(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of the launcher's shell that processes on a Ray cluster get, too."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name not in _NAMES_OF_A_HOST and not name.startswith(_PREFIXES_OF_A_HOST)
+    }
+
+
+def process_environment(
+    launch: Launch,
+    options: Options,
+    facts: Facts,
+    *,
+    rank: int,
+    num_processes: int,
+    processes_on_host: int,
+    local_devices: Sequence[int],
+    device_kind: str,
+    is_single_host: bool,
+    is_remote: bool,
+) -> dict[str, str]:
+    """Returns the variables of one process in addition to those of its host.
+
+    Variables that divide the machine (threads) or keep caches are defaults: variables that the
+    user's shell sets are kept.
+    """
+    environ, address = launch.environ, launch.coordinator_address
+    num_cpu_devices = len(local_devices) if device_kind == "cpu" else 0
+    threads = max(1, len(facts.processors) // processes_on_host)
+    carries = carried_environment if options.ray_address is None else environment_on_ray
+    return {
+        **(carries(environ) if is_remote else {}),
+        **_defaults(facts, options, environ, threads, num_cpu_devices),
+        **(
+            _cpu_devices(num_cpu_devices)
+            if num_cpu_devices
+            else _gpu_devices(facts, local_devices, num_processes)
+        ),
+        "TNT_LAUNCHED_AT": f"{launch.launched_at:.3f}",
+        "TNT_JOB_ID": launch.job_id,
+        "TNT_RESTART_COUNT": str(launch.restart_count),
+        **_job_variables(address, num_processes, rank),
+        # By default the coordinator listens on all network interfaces.
+        **({"JAX_COORDINATOR_BIND_ADDRESS": address} if is_single_host else {}),
+        **_path(facts, environ, num_processes),
+        **_direct_connections(environ, address),
+        **_library_options(options),
+        **({SECRET: launch.secret} if launch.secret else {}),
+    }
+
+
+def task_environment(
+    job: Job, *, facts: Facts, options: Options, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns the variables of a process that a cluster has started.
+
+    They are added to those of the cluster, which has bound the process to its processors and often
+    to its GPUs; `facts` are those of its host as seen by the process.
+    """
+    ids = ",".join(map(str, job.local_device_ids or ()))
+    gpu_devices = {"JAX_LOCAL_DEVICE_IDS": ids} if ids else {}
+    return {
+        **_defaults(facts, options, environ, len(facts.processors), int(not options.use_gpus)),
+        **(gpu_devices if options.use_gpus else _cpu_devices(1)),
+        **_job_variables(job.coordinator_address, job.num_processes, job.process_id),
+        **_path(facts, environ, job.num_processes),
+        **_direct_connections(environ, job.coordinator_address),
+        **_library_options(options),
+    }
+
+
+def _defaults(
+    facts: Facts, options: Options, environ: Mapping[str, str], threads: int, num_cpu_devices: int
+) -> dict[str, str]:
+    defaults = {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        # On import, TensorFlow logs what its binary was built for, and that there is no GPU.
+        "TF_CPP_MIN_LOG_LEVEL": "1",
+        **{name: str(threads) for name in _THREADS_OF_LIBRARIES},
+        **_cache(facts, options),
+    }
+    if num_cpu_devices:
+        # XLA's thread pool must have twice as many threads as devices that wait for one another
+        # within the process. With fewer, an all-reduce can hang, because some devices wait for
+        # others that have not started. More threads than cores cost time (benchmarks/scaling.py).
+        needed = 2 * num_cpu_devices if num_cpu_devices > 1 else 1
+        defaults["PJRT_NPROC"] = str(max(threads, needed))
+        # XLA allocates the memory of each step anew, and the kernel clears it page by page
+        # (benchmarks/convolutions.py).
+        defaults["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+    return {name: value for name, value in defaults.items() if not environ.get(name)}
+
+
+def _job_variables(coordinator_address: str, num_processes: int, rank: int) -> dict[str, str]:
+    return {
+        "TNT_COORDINATOR_ADDRESS": coordinator_address,
+        "TNT_NUM_PROCESSES": str(num_processes),
+        "TNT_PROCESS_ID": str(rank),
+    }
+
+
+def _path(facts: Facts, environ: Mapping[str, str], num_processes: int) -> dict[str, str]:
+    # There JAX finds the plugin that joins the job as soon as any code asks for JAX's devices.
+    plugin = PLUGIN_PATH if num_processes > 1 else None
+    if plugin is None and facts.package_root is None:
+        return {}
+    paths = [plugin, facts.package_root, environ.get("PYTHONPATH")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def _cache(facts: Facts, options: Options) -> dict[str, str]:
+    if not options.compilation_cache or not facts.cache_dir:
+        return {}
+    # Hosts with different instruction sets can share a home directory.
+    folder = os.path.join(facts.cache_dir, "tnt_jax", f"compilation-{facts.cpu_kind}")
+    return {
+        "JAX_COMPILATION_CACHE_DIR": folder,
+        # A model has many programs that take less than the second from which JAX keeps them.
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    }
+
+
+def _cpu_devices(num_devices: int) -> dict[str, str]:
+    return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(num_devices)}
+
+
+def _gpu_devices(facts: Facts, local_devices: Sequence[int], num_processes: int) -> dict[str, str]:
+    if num_processes == 1:
+        # Only processes that join others read JAX_LOCAL_DEVICE_IDS, and this one is alone.
+        return {"CUDA_VISIBLE_DEVICES": ",".join(facts.gpus[number] for number in local_devices)}
+    return {"JAX_LOCAL_DEVICE_IDS": ",".join(map(str, local_devices))}
+
+
+def _direct_connections(environ: Mapping[str, str], coordinator_address: str) -> dict[str, str]:
+    """Exempts the coordinator from proxies, with which the processes would hang."""
+    if not any(name.lower() in PROXIES for name in environ):
+        return {}
+    host = coordinator_address.rpartition(":")[0]
+    exempt = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
+    value = ",".join(filter(None, [exempt, host]))
+    return {"no_proxy": value, "NO_PROXY": value}
+
+
+def _library_options(options: Options) -> dict[str, str]:
+    directory, scale, explain = options.checkpoint_dir, options.scale, options.explain
+    record_as, record_steps = options.recording or (None, None)
+    runs = scale or (options.verify if record_steps else None)
+    chosen = {
+        "TNT_LOG_LEVEL": options.log_level,
+        "TNT_LOG_ON_ALL_DEVICES": "1" if options.log_on_all_devices else None,
+        "TNT_OUTPUT_ON_ALL_DEVICES": "1" if options.output_on_all_devices else None,
+        "TNT_FUSION_THRESHOLD": options.fusion_threshold_kb,
+        "TNT_TUNE_STEPS": options.tune_steps,
+        "TNT_PLAN": "1" if options.is_plan else None,
+        "TNT_TIMELINE": options.timeline,
+        # On other hosts processes may start in another directory.
+        "TNT_CHECKPOINT_DIR": None if directory is None else os.path.abspath(directory),
+        "TNT_CHECKPOINT_EVERY": options.checkpoint_every,
+        "TNT_EXPLAIN_STEPS": explain and explain.steps,
+        "TNT_EXPLAIN_ROUNDS": explain and explain.rounds,
+        "TNT_SCALE_STEPS": scale and scale.steps,
+        "TNT_SCALE_FROM": runs and runs.ranks[0],
+        "TNT_SCALE_WEAK": scale and int(scale.is_weak),
+        "TNT_RECORD_AS": record_as,
+        "TNT_RECORD_STEPS": record_steps,
+    }
+    variables = {name: str(value) for name, value in chosen.items() if value is not None}
+    if scale or explain or record_steps:
+        # What is measured is no run of the user's, so that it must not be noted as one.
+        not_noted = dict.fromkeys(("TNT_CHECKPOINT_DIR", "TNT_GOODPUT", "TNT_TIMELINE"), "")
+        variables = not_noted | variables
+    return variables
