@@ -232,8 +232,8 @@ def choose_modelled(name: str, rows: int, share: float | None) -> dict[str, Any]
     from tnt_jax.distributed.joining.runtime import Runtime
     from tnt_jax.distributed.sums.reduction import Reduction
     from tnt_jax.settings import Settings
-    from tnt_jax.sharded.auto import TrainingStep
     from tnt_jax.sharded.blocks.remat import rematerialized_apply
+    from tnt_jax.sharded.planning import TrainingStep
     from tnt_jax.train import memory_choice
     from tnt_jax.train.contracts import Batch, LossTerm, StepParts
     from tnt_jax.train.state import create_state

@@ -50,7 +50,7 @@ from tnt_jax.distributed.sums.reduction import default_reduction
 from tnt_jax.settings import Settings
 from tnt_jax.sharded import ShardedGlobalSteps, ShardedSteps, gathering
 from tnt_jax.sharded.blocks.remat import rematerialized, rematerialized_apply
-from tnt_jax.sharded.mesh_axes import MeshAxes
+from tnt_jax.sharded.options import MeshAxes
 from tnt_jax.train.contracts import Batch, LossTerm, StepParts
 from tnt_jax.train.state import create_state
 from tnt_jax.train.steps.epoch_sums import zero_sums

@@ -10,7 +10,7 @@ from training import assert_close, crossentropy
 import tnt_jax as tnt
 from tnt_jax import _jax
 from tnt_jax.distributed.sums.hlo import in_units
-from tnt_jax.sharded import ShardedSteps, auto
+from tnt_jax.sharded import ShardedSteps, planning
 from tnt_jax.train.contracts import Batch
 
 ROWS, WIDTH = 16, 64
@@ -144,7 +144,7 @@ def test_a_step_that_fits_nowhere_is_refused(use_ranks, monkeypatch):
 
 
 def test_meshes_are_looked_at_from_the_least_sharding_on():
-    found = auto.candidates(12)
+    found = planning.candidates(12)
     assert [axes.fsdp for axes in found] == [1, 2, 3, 4, 6, 12]
     assert all(axes.data * axes.fsdp == 12 for axes in found)
 

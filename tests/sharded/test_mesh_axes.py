@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 import tnt_jax as tnt
-from tnt_jax.sharded.mesh_axes import MeshAxes
-from tnt_jax.sharded.options import ShardingOptions
+from tnt_jax.sharded.options import MeshAxes, ShardingOptions
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tnt_jax.sharded.rules import checked_rules, choose_axes
+from tnt_jax.sharded.options import checked_rules, choose_axes
 
 SIZES = {"data": 2, "fsdp": 4, "tensor": 2}
 

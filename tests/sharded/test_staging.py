@@ -8,9 +8,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from tnt_jax import _jax
-from tnt_jax.sharded.layout import Layout
+from tnt_jax.sharded.layout import Layout, at_stages
 from tnt_jax.sharded.pipeline.pipeline import Pipeline
-from tnt_jax.sharded.staging import at_stages
 
 RNG = np.random.default_rng(0)
 NUM_BLOCKS = 8

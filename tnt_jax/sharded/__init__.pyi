@@ -3,10 +3,10 @@ from .blocks.remat import Remat as Remat
 from .blocks.remat import check_remat as check_remat
 from .blocks.remat import policy_of as policy_of
 from .blocks.remat import rematerialized_apply as rematerialized_apply
-from .mesh_axes import MeshAxes as MeshAxes
+from .options import MeshAxes as MeshAxes
+from .options import Rule as Rule
 from .options import ShardingOptions as ShardingOptions
 from .pipeline.pipeline import Pipeline as Pipeline
 from .pipeline.pipeline import pipelined as pipelined
-from .rules import Rule as Rule
 from .steps import ShardedGlobalSteps as ShardedGlobalSteps
 from .steps import ShardedSteps as ShardedSteps

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from tnt_jax import _jax
 from tnt_jax.sharded.gathering import Cut, gather_where_used
-from tnt_jax.sharded.layout import Layout
+from tnt_jax.sharded.layout import Layout, at_stages
 from tnt_jax.sharded.pipeline.layers_loop import LayersLoop, Moving, example_of
 from tnt_jax.sharded.pipeline.pipeline import Pipeline, check_statistics
 from tnt_jax.sharded.pipeline.schedules import (
@@ -24,7 +24,6 @@ from tnt_jax.sharded.pipeline.schedules import (
     one_forward_one_backward,
     take,
 )
-from tnt_jax.sharded.staging import at_stages
 from tnt_jax.train.contracts import Batch, LossTerm, Measured, Parts
 from tnt_jax.train.steps.micro_batches import MicroRows
 

@@ -17,11 +17,10 @@ from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.sums.fused_psum import psum
 from tnt_jax.distributed.sums.reduction import Reduction, in_buckets
 from tnt_jax.sharded.gathering import gather_where_used
-from tnt_jax.sharded.layout import Layout
+from tnt_jax.sharded.layout import Layout, at_stages
+from tnt_jax.sharded.options import Axis, Rule
 from tnt_jax.sharded.pipeline.pipeline import Pipeline
 from tnt_jax.sharded.pipelined_parts import PipelinedParts
-from tnt_jax.sharded.rules import Axis, Rule
-from tnt_jax.sharded.staging import at_stages
 from tnt_jax.train.contracts import Apply, Batch, Measured, Parts, Steps
 from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.state import TrainState, copied, create_state, updated
@@ -151,10 +150,10 @@ class ShardedParams:
 class ShardedSteps(Steps):
     """Steps with sharded parameters, gradients and optimizer state.
 
-    Rules are those of `tnt_jax.sharded.rules`, and `names` returns the logical names that they may
-    use. With `has_remat`, what a step computes rematerializes blocks; otherwise everything is kept
-    for backpropagation but gathered parameters. `policy` says what the layers of a pipeline by 1F1B
-    keep, a policy of `jax.checkpoint`; None for everything. GPipe has it from `pipelined`.
+    Rules are those of `tnt_jax.sharded.options`, and `names` returns the logical names that they
+    may use. With `has_remat`, what a step computes rematerializes blocks; otherwise everything is
+    kept for backpropagation but gathered parameters. `policy` says what the layers of a pipeline by
+    1F1B keep, a policy of `jax.checkpoint`; None for everything. GPipe has it from `pipelined`.
     """
 
     def __init__(

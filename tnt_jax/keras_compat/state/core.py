@@ -28,9 +28,8 @@ from tnt_jax.keras_compat.compiling.keras_training import transformation_of
 from tnt_jax.keras_compat.compiling.objective import CompiledObjective
 from tnt_jax.keras_compat.state.options import ModelOptions, refuse_with_local_steps
 from tnt_jax.log import logger
-from tnt_jax.sharded import ShardingOptions, auto
+from tnt_jax.sharded import ShardingOptions, planning
 from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS
-from tnt_jax.sharded.planning import alternatives
 from tnt_jax.train import memory_choice
 from tnt_jax.train.compiled_steps import CompiledSteps
 from tnt_jax.train.contracts import Batch, Parts, Steps
@@ -204,7 +203,7 @@ class Core:
         on every process, says that the step fits on no mesh.
         """
         if self.has_open_mesh:
-            self._choose(auto.MESH, batch, self._forms(in_passes=False))
+            self._choose(planning.MESH, batch, self._forms(in_passes=False))
 
     def ask_for_passes(self) -> None:
         """Lets the coming call compute as many rows at once as fit the memory of a device."""
@@ -275,8 +274,8 @@ class Core:
     def _forms(self, *, in_passes: bool) -> list[_Form]:
         """Returns the ways to compute a step without rematerialization, the fastest first."""
         options, own, num_ranks = self._used, self._sharding, runtime.init().num_ranks
-        meshes = auto.candidates(runtime.init().mesh.size)
-        name = auto.name_of(meshes[0]) if self.has_open_mesh else ""
+        meshes = planning.candidates(runtime.init().mesh.size)
+        name = planning.name_of(meshes[0]) if self.has_open_mesh else ""
         forms = [_Form(name, options, None if self.has_open_mesh else own)]
         is_free = own is None and not (options.gradient_compression or options.ranks_per_host > 1)
         if in_passes and is_free and num_ranks > 1 and not options.shard_optimizer_state:
@@ -286,7 +285,7 @@ class Core:
             rules = () if own is None else own.rules
             options = replace(options, shard_optimizer_state=False)
             forms += [
-                _Form(auto.name_of(axes), options, ShardingOptions(axes, rules))
+                _Form(planning.name_of(axes), options, ShardingOptions(axes, rules))
                 for axes in meshes[1:]
             ]
         return forms
@@ -362,7 +361,7 @@ class Core:
                         return _jax.TracedProgram(trace())
                     apply = form.options.apply(self._plain_apply)
                     parts = functions.step_parts(apply, rows_at_once)
-                    step = auto.TrainingStep(parts, transformation, *step_options)
+                    step = planning.TrainingStep(parts, transformation, *step_options)
                     return _jax.TracedProgram(step.trace(steps, here.mesh, state, placed))
                 except sharded.NoBlocksError:
                     lacks_blocks = True
@@ -591,7 +590,7 @@ class Core:
     def mesh_notes(self) -> list[str]:
         """Returns why training chose this step, if it did, and what a pipeline costs."""
         choice = self.memory_choice
-        chosen = [] if choice is None else [str(choice), *alternatives(choice)]
+        chosen = [] if choice is None else [str(choice), *planning.alternatives(choice)]
         return chosen + self._pipeline_notes(self.trainer.runtime)
 
     def _pipeline_notes(self, job: runtime.Runtime) -> list[str]:

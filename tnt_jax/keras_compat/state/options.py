@@ -8,7 +8,7 @@ from tnt_jax import sharded
 from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.sums.reduction import choose_reduction
 from tnt_jax.sharded import Pipeline, Remat, Rule, ShardingOptions
-from tnt_jax.sharded.rules import Axis
+from tnt_jax.sharded.options import Axis
 from tnt_jax.train.contracts import Apply
 from tnt_jax.train.local.groups import LocalSteps
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
