@@ -2,10 +2,10 @@
 
 The rounding of a sum depends on its order, and the rounding of a program on how it was compiled. So
 a global batch is always cut into the chunks of V virtual ranks, one program that is the same on
-every number of devices (`device_program.py`) works on a chunk, the results are added in one order
-(`virtual_ranks.py`), and the update is a program of its own: compiled together with the last
-addition, it would round differently. The chunks of a device are no loop inside a program: XLA's
-convolutions on a CPU are eight times slower there.
+every number of devices works on a chunk, the results are added in one order (`virtual_ranks.py`),
+and the update is a program of its own: compiled together with the last addition, it would round
+differently. The chunks of a device are no loop inside a program: XLA's convolutions on a CPU are
+eight times slower there.
 """
 
 from collections.abc import Callable
@@ -31,15 +31,15 @@ from tnt_jax.reproducible.batch_sum import (
     measure_chunk,
     shapes_of,
 )
-from tnt_jax.reproducible.device_program import (
+from tnt_jax.reproducible.virtual_ranks import (
     BY_RANK,
     REPLICATED,
     Programs,
+    VirtualRanks,
     device_program,
     join,
     split,
 )
-from tnt_jax.reproducible.virtual_ranks import VirtualRanks
 from tnt_jax.train.contracts import Apply, Batch, Measured, Parts, Steps
 from tnt_jax.train.finite import OnNaN, is_finite_step, loss_scale, take_or_leave
 from tnt_jax.train.state import TrainState, create_state, started_at_once, updated
