@@ -156,7 +156,7 @@ def test_launching_uses_the_standard_library_alone():
 
 
 def test_one_room_alone_imports_ray():
-    # It does so by name, on first use, in `require.py`.
+    # It does so by name, on first use, in `on_ray/worker.py`.
     assert [
         module for module in MODULES if "ray" in {n.split(".")[0] for n in imports(module)}
     ] == []

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from tnt_jax.on_ray.require import import_ray
+from tnt_jax.on_ray.worker import import_ray
 
 
 def test_without_ray_the_error_names_the_extra(monkeypatch):

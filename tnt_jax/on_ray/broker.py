@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from tnt_jax.on_ray import node
 from tnt_jax.on_ray.relay import HEADER
-from tnt_jax.on_ray.require import import_ray
+from tnt_jax.on_ray.worker import import_ray
 
 _CONNECT_TIMEOUT_S, _INIT_TIMEOUT_S, _LOOK_EVERY_S = 5.0, 60.0, 5.0
 # Ray places a group within milliseconds if there is room; a cluster that grows takes minutes.

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tnt_jax.files import private_folder
-from tnt_jax.on_ray.require import import_ray
-from tnt_jax.on_ray.worker import TrainWorker, broadcast, role, train_worker
+from tnt_jax.on_ray.worker import TrainWorker, broadcast, import_ray, role, train_worker
 
 _CLAIM = ".claim"
 

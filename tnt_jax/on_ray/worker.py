@@ -1,13 +1,38 @@
-"""The place of this process in Ray: a worker of Ray Train, a trial of Ray Tune, or neither.
+"""Ray, imported on first use, and the place of this process in it.
 
-Ray's own modules tell, where they are loaded: what Ray did not start never imports it for this.
+That is a worker of Ray Train, a trial of Ray Tune, or neither. Ray's own modules tell, where they
+are loaded: what Ray did not start never imports it for this.
 """
 
+import importlib
 import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tnt_jax.on_ray.require import import_ray
+_OLDEST = (2, 60)
+
+
+def import_ray(needed_by: str, module: str = "ray") -> Any:
+    """Returns the module `ray`, or one below it; imports it on first use.
+
+    `needed_by` is what needs Ray, as its user writes it, such as `tnt-jax --ray`. Errors say what
+    to install: a ModuleNotFoundError, or an ImportError if Ray is older than 2.60.
+    """
+    try:
+        ray = importlib.import_module("ray")
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{needed_by} needs Ray, but {error.name} is not installed here. Install it with: "
+            'pip install "tnt-jax[ray]"',
+            name=error.name,
+        ) from error
+    if tuple(int(part) for part in ray.__version__.split(".")[:2]) < _OLDEST:
+        raise ImportError(
+            f"{needed_by} needs Ray {'.'.join(map(str, _OLDEST))} or later, but {ray.__version__} "
+            'is installed here. Upgrade it with: pip install --upgrade "tnt-jax[ray]"'
+        )
+    return found
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tnt_jax.log import logger
-from tnt_jax.on_ray.require import import_ray
+from tnt_jax.on_ray.worker import import_ray
 from tnt_jax.parameter_server.server import Layout, Server, Snapshot, WrongVersion, make_totals
 from tnt_jax.parameter_server.worker import Worker
 

@@ -17,7 +17,7 @@ import numpy as np
 from tnt_jax.data.layout import RankSlice, local_rows
 from tnt_jax.data.ray.spec import is_function_of_epoch, is_ray_dataset
 from tnt_jax.data.tables.columns import Batch, ColumnRoles, dense
-from tnt_jax.on_ray.require import import_ray
+from tnt_jax.on_ray.worker import import_ray
 
 
 @dataclass(frozen=True)

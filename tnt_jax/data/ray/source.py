@@ -20,7 +20,7 @@ from tnt_jax.data.sources import HostBatch
 from tnt_jax.data.tables.columns import ColumnRoles
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
-from tnt_jax.on_ray.require import import_ray
+from tnt_jax.on_ray.worker import import_ray
 
 _NAMESPACE = "tnt_jax"
 
