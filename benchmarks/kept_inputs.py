@@ -61,7 +61,7 @@ def make_run(model: str, batch: int, *, is_kept: bool) -> Callable[[], Any]:
     from scaling_models import load, make_flax
 
     import tnt_jax as tnt
-    from tnt_jax.models.cnn import CNN
+    from tnt_jax.models.small import CNN
     from tnt_jax.train.steps import kept_inputs, step
 
     # What training calls; it is traced, once, by the first epoch.

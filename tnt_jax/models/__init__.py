@@ -13,7 +13,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "attention": ["Attention"],
-        "cnn": ["CNN"],
         "decoder": ["DECODER_SIZES", "Decoder"],
         "decoding": ["Sequences", "beam_search", "greedy_search", "length_penalty"],
         "resnet": [
@@ -34,7 +33,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "resnet110",
             "ResNetSmall",
         ],
-        "text_classifier": ["TextClassifier"],
+        "small": ["CNN", "TextClassifier"],
         "transformer": ["PARAM_SETS", "Transformer", "sinusoids"],
         "translation": ["Translator", "translate", "translate_greedily"],
     },
