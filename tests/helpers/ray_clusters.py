@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tnt_jax.launch.processtree import processes_with
+from tnt_jax.launch.processtree import processes_of_jobs
 
 
 @contextmanager
@@ -89,5 +89,5 @@ def _what_is_left(ray, job_id):
     found = ray._private.state.actors().values()
     actors = [a for a in found if a["State"] != "DEAD" and a["ActorClassName"] == "Program"]
     groups = [g for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED"]
-    processes = [pid for pid, job in processes_with("TNT_JOB_ID") if job == job_id]
+    processes = [pid for pid, job in processes_of_jobs() if job == job_id]
     return [*processes, *actors, *groups]

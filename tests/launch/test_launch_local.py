@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tnt_jax.cluster.devices import count_cores
-from tnt_jax.launch.processtree import descendants, processes_with
+from tnt_jax.launch.processtree import descendants, processes_of_jobs
 
 pytestmark = pytest.mark.multiprocess
 
@@ -267,7 +267,7 @@ def test_cleanup_of_one_job_leaves_the_other_alone(tnt_jax, run, script):
     code, out, _ = run("--cleanup", ended)
     assert (code, out) == (0, "localhost: 2 of 2 process(es) ended\n")
     assert "was ended by signal 15" in launchers[0].communicate(timeout=15)[1]
-    assert [job for _, job in processes_with("TNT_JOB_ID") if job in (ended, other)] == [other] * 2
+    assert [job for _, job in processes_of_jobs() if job in (ended, other)] == [other] * 2
     launchers[1].terminate()
     launchers[1].communicate(timeout=15)
 

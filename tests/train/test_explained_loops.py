@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tnt_jax as tnt
-from tnt_jax.launch.explain.explanation import Explanation
+from tnt_jax.launch.explanation import Explanation
 from tnt_jax.settings import EXPLAIN_MARK, TrialsDone
 from tnt_jax.train.explaining import channels_first, with_channels_last
 

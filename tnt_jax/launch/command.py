@@ -9,7 +9,6 @@ from pathlib import Path
 
 from tnt_jax.cluster.clusters import Job, detect_job
 from tnt_jax.launch.doctor import doctor
-from tnt_jax.launch.explain.command import run_explain
 from tnt_jax.launch.planning.facts import Facts, find_obstacles, inspect_host, package_version
 from tnt_jax.launch.planning.fingerprint import fingerprint
 from tnt_jax.launch.planning.options import Options, parse_options
@@ -26,9 +25,8 @@ from tnt_jax.launch.run import (
     run_attempt,
     run_with_restarts,
 )
-from tnt_jax.launch.scale.command import run_scale
 from tnt_jax.launch.supervisor import expand
-from tnt_jax.launch.trials import Stopped
+from tnt_jax.launch.trials import Stopped, run_explain, run_scale
 from tnt_jax.launch.verify.command import run_verify, verify_receipts
 from tnt_jax.settings import read_settings
 

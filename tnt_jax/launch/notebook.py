@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tnt_jax.launch.explain.explanation import EXPLANATION, Explanation
+from tnt_jax.launch.explanation import EXPLANATION, Explanation
 from tnt_jax.launch.scale.scaling import RESULTS, Scaling
 from tnt_jax.launch.verify.command import Receipt
 
@@ -53,8 +53,8 @@ def scaling(
         *(["--weak"] if weak else []),
         *options,
     ]
-    words += ["--", os.fspath(script), *arguments]
-    return Scaling.from_json(_result_of("scale", words, RESULTS, what="measured"))
+    line = [*words, "--", os.fspath(script), *arguments]
+    return Scaling.from_json(_result_of("scale", line, RESULTS, what="measured"))
 
 
 def verify(

@@ -48,9 +48,9 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def processes_with(variable: str) -> list[tuple[int, str]]:
-    """Returns (process id, value) of this user's processes started with a variable set."""
-    prefix = f"{variable}=".encode()
+def processes_of_jobs() -> list[tuple[int, str]]:
+    """Returns (process id, id of the job) of this user's processes that belong to one."""
+    prefix = b"TNT_JOB_ID="
     found = []
     for pid, _ in _all_processes():
         try:
@@ -136,7 +136,7 @@ def _all_processes() -> list[tuple[int, int]]:
 def list_jobs() -> dict[str, list[str]]:
     """Returns the commands of this user's running processes by the id of their job."""
     jobs: dict[str, list[str]] = {}
-    for pid, job_id in processes_with("TNT_JOB_ID"):
+    for pid, job_id in processes_of_jobs():
         jobs.setdefault(job_id, []).append(f"{pid} {_command(pid)}")
     return jobs
 
@@ -156,7 +156,7 @@ def end_job(job_id: str, *, force: bool) -> tuple[int, list[str]]:
 def _processes_of(job_id: str) -> list[int]:
     return [
         pid
-        for pid, found in processes_with("TNT_JOB_ID")
+        for pid, found in processes_of_jobs()
         if (found == job_id or found.startswith(f"{job_id}.")) and pid != os.getpid()
     ]
 

@@ -6,7 +6,7 @@ import pytest
 from processes import environment
 
 import tnt_jax as tnt
-from tnt_jax.launch.explain.explanation import Explanation
+from tnt_jax.launch.explanation import Explanation
 from tnt_jax.launch.planning.options import Explain, parse_options
 
 SCRIPT = """

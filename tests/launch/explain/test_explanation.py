@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from tnt_jax.launch.explain.explanation import Explanation
+from tnt_jax.launch.explanation import Explanation
 
 NAN = math.nan
 # Milliseconds of a step, by kind, on two processes.

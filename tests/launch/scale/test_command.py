@@ -9,10 +9,9 @@ from processes import environment
 
 from tnt_jax.launch.planning.options import Scale, parse_options
 from tnt_jax.launch.remote.hosts import HostEntry
-from tnt_jax.launch.scale.command import _Table
 from tnt_jax.launch.scale.projection import Outer
 from tnt_jax.launch.scale.scaling import MARK, Scaling
-from tnt_jax.launch.trials import Layout, Listener, check_folder, lay_out, marked
+from tnt_jax.launch.trials import Layout, Listener, _Table, check_folder, lay_out, marked
 
 SCRIPT = """
 import sys

@@ -14,8 +14,6 @@ from tnt_jax.launch.planning.options import Options
 
 # More would exhaust the memory of the launcher.
 _MOST_DEVICES = 4096
-# Runs a script up to the end of its first fit.
-_ENTRY = "tnt_jax.launch.entry"
 PLUGIN_PATH = str(Path(__file__).parents[2] / "distributed" / "plugin_path")
 """Directory of `jax_plugins.tnt_jax_join`; on other hosts the package is at the same path."""
 
@@ -194,17 +192,16 @@ def plan_processes(
             rank = launch.part * sum(counts) + len(processes)
             first = local_rank * num_devices // count
             end = (local_rank + 1) * num_devices // count
-            environment = process_environment(
+            environment = _process_environment(
                 launch,
                 options,
-                host.facts,
+                host,
                 rank=rank,
                 num_processes=launch.num_parts * sum(counts),
                 processes_on_host=count,
                 local_devices=range(first, end),
                 device_kind=devices.kind,
                 is_single_host=len(hosts) * launch.num_parts == 1,
-                is_remote=host.is_remote,
             )
             pinning = _pinning(host, local_rank, count, options)
             is_bound = devices.kind == "cpu" and not pinning
@@ -241,7 +238,8 @@ def _processes_on(host: Host, num_devices: int, options: Options) -> int:
 def script_command(options: Options, cwd: str) -> tuple[str, ...]:
     """Returns the words that run the user's script."""
     if options.interpreter:
-        entry = ("-m", _ENTRY) if options.ends_early else ()
+        # It runs a script up to the end of its first fit.
+        entry = ("-m", "tnt_jax.launch.entry") if options.ends_early else ()
         return (*options.interpreter, *entry, options.script, *options.script_args)
     return (os.path.join(cwd, options.script), *options.script_args)
 
@@ -305,7 +303,7 @@ def carried_environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def environment_on_ray(environ: Mapping[str, str]) -> dict[str, str]:
+def _environment_on_ray(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables of the launcher's shell that processes on a Ray cluster get, too."""
     return {
         name: value
@@ -314,10 +312,10 @@ def environment_on_ray(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def process_environment(
+def _process_environment(
     launch: Launch,
     options: Options,
-    facts: Facts,
+    host: Host,
     *,
     rank: int,
     num_processes: int,
@@ -325,19 +323,18 @@ def process_environment(
     local_devices: Sequence[int],
     device_kind: str,
     is_single_host: bool,
-    is_remote: bool,
 ) -> dict[str, str]:
     """Returns the variables of one process in addition to those of its host.
 
     Variables that divide the machine (threads) or keep caches are defaults: variables that the
     user's shell sets are kept.
     """
-    environ, address = launch.environ, launch.coordinator_address
+    environ, address, facts = launch.environ, launch.coordinator_address, host.facts
     num_cpu_devices = len(local_devices) if device_kind == "cpu" else 0
     threads = max(1, len(facts.processors) // processes_on_host)
-    carries = carried_environment if options.ray_address is None else environment_on_ray
+    carries = carried_environment if options.ray_address is None else _environment_on_ray
     return {
-        **(carries(environ) if is_remote else {}),
+        **(carries(environ) if host.is_remote else {}),
         **_defaults(facts, options, environ, threads, num_cpu_devices),
         **(
             _cpu_devices(num_cpu_devices)

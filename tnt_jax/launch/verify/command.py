@@ -16,9 +16,8 @@ from pathlib import Path
 from tnt_jax.launch.planning.options import Options, Scale, Verify
 from tnt_jax.launch.remote.screen import say
 from tnt_jax.launch.remote.session import HostError
-from tnt_jax.launch.scale.command import take_turns
 from tnt_jax.launch.scale.scaling import Scaling, read_results
-from tnt_jax.launch.trials import Trials, choose_layouts, marked, write_results
+from tnt_jax.launch.trials import Trials, choose_layouts, marked, take_turns, write_results
 from tnt_jax.launch.verify.comparison import (
     Difference,
     Recording,

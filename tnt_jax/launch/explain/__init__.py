@@ -1,1 +1,0 @@
-"""`tnt-jax explain`: where the time of a step goes, and what helps."""
