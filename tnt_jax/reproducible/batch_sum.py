@@ -204,13 +204,11 @@ def measure_chunk(parts: Parts, model: Any, chunk: Batch, index: jax.Array) -> M
     return parts.measure(model.params, model.model_state, chunk, key=key, train=train)
 
 
-def loss_of_chunk(measured: Measured, counts: Counts, num_chunks: int) -> jax.Array:
-    """Returns a chunk's part of the loss of the global batch."""
-    losses = losses_of_chunk(measured, counts)
+def numbers_of_chunk(
+    measured: Measured, counts: Counts, num_chunks: int
+) -> tuple[jax.Array, list[jax.Array], Any]:
+    """Returns a chunk's parts of the loss and of each loss of the global batch, and increments."""
+    pairs = zip(measured.terms, counts.terms, strict=True)
+    losses = [quotient(term, count) for term, count in pairs]
     loss = weighted_sum(losses, measured.terms, measured.penalty / num_chunks)
-    return _jax.make_varying(jnp.asarray(loss, jnp.float32))
-
-
-def losses_of_chunk(measured: Measured, counts: Counts) -> list[jax.Array]:
-    """Returns a chunk's part of each loss of the global batch."""
-    return [quotient(term, count) for term, count in zip(measured.terms, counts.terms, strict=True)]
+    return _jax.make_varying(jnp.asarray(loss, jnp.float32)), losses, measured.increments

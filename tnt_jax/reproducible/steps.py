@@ -26,9 +26,8 @@ from tnt_jax.reproducible.batch_sum import (
     Counts,
     ModelArrays,
     Packed,
-    loss_of_chunk,
-    losses_of_chunk,
     measure_chunk,
+    numbers_of_chunk,
     shapes_of,
 )
 from tnt_jax.reproducible.virtual_ranks import (
@@ -40,7 +39,7 @@ from tnt_jax.reproducible.virtual_ranks import (
     join,
     split,
 )
-from tnt_jax.train.contracts import Apply, Batch, Measured, Parts, Steps
+from tnt_jax.train.contracts import Apply, Batch, Parts, Steps
 from tnt_jax.train.finite import OnNaN, is_finite_step, loss_scale, take_or_leave
 from tnt_jax.train.state import TrainState, create_state, started_at_once, updated
 from tnt_jax.train.steps.epoch_sums import add_sums, num_local_rows
@@ -91,21 +90,18 @@ def make_train_step(
     def measure(
         chunk: Batch, index: jax.Array, model: ModelArrays, counts: Counts
     ) -> tuple[Any, Any]:
-        def objective(params: Any) -> tuple[jax.Array, tuple[jax.Array, Measured]]:
+        def objective(params: Any) -> tuple[jax.Array, tuple[Any, Any]]:
             measured = measure_chunk(parts, model._replace(params=params), chunk, index)
-            loss = loss_of_chunk(measured, counts, ranks.count)
-            return loss if model.loss_scale is None else loss * model.loss_scale, (loss, measured)
+            numbers = numbers_of_chunk(measured, counts, ranks.count)
+            scaled = numbers[0] if model.loss_scale is None else numbers[0] * model.loss_scale
+            return scaled, (numbers, measured.model_state)
 
-        (_, (loss, measured)), grads = jax.value_and_grad(objective, has_aux=True)(
+        grads, (numbers, model_state) = jax.grad(objective, has_aux=True)(
             _jax.make_varying(model.params)
         )
         rows = num_local_rows(chunk) if chunk.mask is None else jnp.sum(chunk.mask)
-        averaged, same = _split_state(measured.model_state, rows / counts.rows)
-        return (
-            grads,
-            (loss, losses_of_chunk(measured, counts), measured.increments),
-            averaged,
-        ), same
+        averaged, same = _split_state(model_state, rows / counts.rows)
+        return (grads, numbers, averaged), same
 
     update = partial(updated, optimizer)
 
@@ -167,11 +163,7 @@ def make_eval_step(parts: Parts, ranks: VirtualRanks) -> Callable:
         chunk: Batch, index: jax.Array, model: ModelArrays, counts: Counts
     ) -> tuple[Any, Any]:
         measured = measure_chunk(parts, model, chunk, index)
-        return (
-            loss_of_chunk(measured, counts, ranks.count),
-            losses_of_chunk(measured, counts),
-            measured.increments,
-        ), None
+        return numbers_of_chunk(measured, counts, ranks.count), None
 
     def finish(sums: Any, measured: Packed, same: None, rows: jax.Array) -> Any:
         loss, losses, increments = measured.unpack()
