@@ -216,14 +216,11 @@ class _Lead:
 
     def __call__(self, trial: Any) -> Any:
         _announce(_Next(is_trial=True))
-        self.has_failed = True
         try:
-            value = _run_trial(self._objective, trial, self._errors)
-        except self._errors:
-            self.has_failed = False
+            return _run_trial(self._objective, trial, self._errors)
+        except BaseException as error:
+            self.has_failed = not isinstance(error, self._errors)
             raise
-        self.has_failed = False
-        return value
 
 
 def _follow(objective: Objective, errors: Errors, gc_after_trial: bool) -> list[Any]:
