@@ -27,7 +27,7 @@ from tnt_jax.train.state_arrays import is_array, state_arrays
 # Where a boxed array of Linen lies in its box.
 _VALUE = "/value"
 # Axes that a step handles itself; the compiler handles the others.
-_MAPPED = (_jax.FSDP_AXIS, _jax.STAGE_AXIS)
+_MAPPED = (_jax.FSDP_AXIS, STAGE_AXIS)
 # Smaller arrays share an all-to-all.
 _BUCKET_BYTES = 4 * 2**20
 _NO_STAGE = (None, STAGE_AXIS)
@@ -63,7 +63,7 @@ class Layout:
         chosen = choose_axes(plain, known, rules, dict(mesh.shape))
         blocks = None
         if pipeline is not None:
-            num_stages = mesh.shape.get(_jax.STAGE_AXIS, 1)
+            num_stages = mesh.shape.get(STAGE_AXIS, 1)
             num_parts = mesh.shape.get(_jax.FSDP_AXIS, 1)
             listed = BlockList.of(params, pipeline.path)
             if listed is None:
@@ -192,7 +192,7 @@ def _with_listed_stages(
                     f"Sharding rules cut {path} by {chosen[path]} and {first} by {chosen[first]}, "
                     "but the blocks of a pipeline must be cut alike. Give one rule for all blocks."
                 )
-            found[path] = with_axis(chosen[path], shapes[path], _jax.STAGE_AXIS, num_stages)
+            found[path] = with_axis(chosen[path], shapes[path], STAGE_AXIS, num_stages)
     return found
 
 
@@ -209,7 +209,7 @@ def _staged(
         )
     if first == _jax.FSDP_AXIS:
         others = with_fsdp(tuple(others), shape[1:], num_parts)
-    return _jax.STAGE_AXIS, *others
+    return STAGE_AXIS, *others
 
 
 class AtStages(NamedTuple):

@@ -18,11 +18,8 @@ from tnt_jax import _jax
 from tnt_jax.sharded.pipeline.pipeline import Pipeline
 from tnt_jax.train.state_arrays import listed
 
-TENSOR_AXIS = "tensor"
-# In place of a mesh: choose one.
-AUTO = "auto"
 # The devices of one process are neighbours on the last axes, which communicate most.
-AXES = (_jax.DATA_AXIS, _jax.STAGE_AXIS, _jax.FSDP_AXIS, TENSOR_AXIS)
+AXES = (_jax.DATA_AXIS, _jax.STAGE_AXIS, _jax.FSDP_AXIS, "tensor")
 # One mesh axis, or none.
 Axis = str | None
 Rule = tuple[str, Axis | tuple[Axis, ...]]
@@ -284,7 +281,7 @@ class ShardingOptions:
                     "'stage': 4}."
                 )
             return None
-        is_open = mesh == AUTO
+        is_open = mesh == "auto"
         if is_open and pipeline is not None:
             raise ValueError(
                 'mesh="auto" chooses between data parallelism and parts, not stages of a pipeline. '
