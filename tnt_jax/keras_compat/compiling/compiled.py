@@ -18,9 +18,9 @@ from tnt_jax.keras_compat.compiling.row_checks import PerRow, outputs_per_row
 from tnt_jax.keras_compat.keras_objects import mask_of_outputs
 from tnt_jax.keras_compat.losses import Loss
 from tnt_jax.keras_compat.losses.base import standardized
-from tnt_jax.keras_compat.losses.from_functions import OptaxLoss
+from tnt_jax.keras_compat.losses.lookup import OptaxLoss
 from tnt_jax.keras_compat.metrics import Metric
-from tnt_jax.keras_compat.metrics.reduction import MeanMetricWrapper, and_valid
+from tnt_jax.keras_compat.metrics.means import MeanMetricWrapper, and_valid
 from tnt_jax.train.contracts import Apply, Batch, LossTerm, StepParts
 
 

@@ -12,7 +12,7 @@ from tnt_jax.adapters.base import Adapter
 from tnt_jax.distributed.sums.random_rows import Draws, data_key, key_for
 from tnt_jax.keras_compat.compiling.row_checks import PerRow
 from tnt_jax.keras_compat.losses.base import LossFunctionWrapper
-from tnt_jax.keras_compat.metrics.reduction import Mean
+from tnt_jax.keras_compat.metrics.means import Mean
 from tnt_jax.train.contracts import Apply, Batch, LossTerm, Measured
 
 Objective = Callable[..., Any]

@@ -1,8 +1,8 @@
 from .base import Loss as Loss
 from .base import LossFunctionWrapper as LossFunctionWrapper
+from .base import check_labels as check_labels
+from .base import check_outputs as check_outputs
 from .base import divide_no_nan as divide_no_nan
-from .checks import check_labels as check_labels
-from .checks import check_outputs as check_outputs
 from .crossentropy import BinaryCrossentropy as BinaryCrossentropy
 from .crossentropy import BinaryFocalCrossentropy as BinaryFocalCrossentropy
 from .crossentropy import CategoricalCrossentropy as CategoricalCrossentropy

@@ -11,7 +11,12 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from tnt_jax.keras_compat.losses.base import EPSILON, LossFunctionWrapper, of_one_dtype
+from tnt_jax.keras_compat.losses.base import (
+    EPSILON,
+    LossFunctionWrapper,
+    kind_of_labels,
+    of_one_dtype,
+)
 from tnt_jax.train.steps.row_weights import match_ranks
 
 
@@ -24,14 +29,6 @@ def crossentropy(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
         "distribution": categorical_crossentropy,
     }
     return functions[kind_of_labels(y_true.shape, y_pred.shape)](y_true, y_pred)
-
-
-def kind_of_labels(y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...]) -> str:
-    """Returns `"binary"` (one output), `"class_index"` (no class dimension) or `"distribution"`."""
-    if y_pred_shape[-1] == 1:
-        return "binary"
-    has_no_classes = len(y_true_shape) < len(y_pred_shape) or y_true_shape[-1] == 1
-    return "class_index" if has_no_classes else "distribution"
 
 
 def sparse_categorical_crossentropy(

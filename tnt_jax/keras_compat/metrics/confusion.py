@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from tnt_jax.keras_compat.configuration import config_of
 from tnt_jax.keras_compat.losses.base import EPSILON, at_least_float32, divide_no_nan, in_dtype
 from tnt_jax.keras_compat.metrics.base import Metric
-from tnt_jax.keras_compat.metrics.reduction import weigh
+from tnt_jax.keras_compat.metrics.means import weigh
 from tnt_jax.train.steps.row_weights import match_ranks
 
 TRUE_POSITIVES, FALSE_POSITIVES = "true_positives", "false_positives"

@@ -15,11 +15,15 @@ from jax.typing import ArrayLike
 
 from tnt_jax.keras_compat import configuration, keras_objects, losses
 from tnt_jax.keras_compat.keras_objects import require_jax_backend
-from tnt_jax.keras_compat.losses.base import Loss, LossFunctionWrapper, at_least_float32
-from tnt_jax.keras_compat.losses.crossentropy import kind_of_labels
-from tnt_jax.keras_compat.metrics import accuracy, reduction
+from tnt_jax.keras_compat.losses.base import (
+    Loss,
+    LossFunctionWrapper,
+    at_least_float32,
+    kind_of_labels,
+)
+from tnt_jax.keras_compat.metrics import means
 from tnt_jax.keras_compat.metrics.base import Metric
-from tnt_jax.keras_compat.metrics.reduction import MeanMetricWrapper
+from tnt_jax.keras_compat.metrics.means import MeanMetricWrapper
 from tnt_jax.log import logger
 
 _PROBE_ROWS = 6
@@ -175,10 +179,9 @@ _SHORT = {"acc": "accuracy", "ce": "crossentropy"}
 
 def _classes() -> dict[str, Callable[..., Metric]]:
     # Their files are imported when a name asks for one of them.
-    from tnt_jax.keras_compat.metrics import confusion, iou, of_losses, regression
+    from tnt_jax.keras_compat.metrics import confusion, iou, regression
 
-    modules = (reduction, accuracy, of_losses, regression, confusion, iou)
-    found = keras_objects.classes_of(modules, Metric)
+    found = keras_objects.classes_of((means, regression, confusion, iou), Metric)
     return {n: cls for n, cls in found.items() if n not in ("MeanMetricWrapper", "ThresholdCounts")}
 
 
@@ -276,7 +279,7 @@ def check_outputs(metric: Metric, outputs: Any) -> None:
             f"{span}. If they are logits, pass {name}(from_logits=True)."
         )
     if getattr(metric, "threshold", None) == 0.5:
-        argument = "threshold" if isinstance(metric, accuracy.BinaryAccuracy) else "thresholds"
+        argument = "threshold" if isinstance(metric, means.BinaryAccuracy) else "thresholds"
         logger.warning(
             "Metric %r compares outputs with the threshold 0.5, but %s: these look like logits. "
             "Pass tnt_jax.metrics.%s, which counts a positive logit as class 1.",
@@ -298,8 +301,7 @@ def _by_name(
             f"The metric {name!r} depends on the shapes of targets and outputs: pass them, or use "
             "its full name."
         )
-    chosen = _BY_SHAPE[family][kind_of_labels(y_true_shape, y_pred_shape)]
-    cls = getattr(accuracy, chosen) if family == "accuracy" else _classes()[chosen]
+    cls = getattr(means, _BY_SHAPE[family][kind_of_labels(y_true_shape, y_pred_shape)])
     from_logits = family == "crossentropy" and getattr(loss, "fn_kwargs", {}).get(
         "from_logits", False
     )
