@@ -368,14 +368,10 @@ def overrides(callback: Any, hook: str) -> bool:
     `on_batch_begin` and `on_batch_end` count as the hooks of training, which call them.
     """
     names = [hook, hook.replace("_train", "")] if "_train_" in hook else [hook]
-    return any(_defines(callback, name) for name in names)
-
-
-def _defines(callback: Any, name: str) -> bool:
-    function = getattr(type(callback), name, None)
-    is_inherited = any(
-        function is cls.__dict__.get(name)
-        for cls in type(callback).__mro__
-        if cls.__name__ == "Callback"
-    )
-    return name in vars(callback) or (function is not None and not is_inherited)
+    bases = [cls for cls in type(callback).__mro__ if cls.__name__ == "Callback"]
+    for name in names:
+        function = getattr(type(callback), name, None)
+        is_inherited = any(function is base.__dict__.get(name) for base in bases)
+        if name in vars(callback) or (function is not None and not is_inherited):
+            return True
+    return False

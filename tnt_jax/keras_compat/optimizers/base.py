@@ -277,34 +277,21 @@ class Optimizer(Recorded):
         for (path, param), grad, slots in zip(
             leaves, self.clip(structure.flatten_up_to(grads)), all_slots, strict=True
         ):
-            update, slots = self._update_one(grad, param, slots, _path(path), rate, step, shared)
-            updates.append(update)
-            new_slots.append(slots)
+            # Half-precision weights are updated in float32: 1 - 0.999 ** step is 0 in bfloat16.
+            wide = jnp.promote_types(param.dtype, jnp.float32)
+            decay = self.decay_of(param, _path(path)) * rate * param.astype(wide)
+            wide_slots = {name: slot.astype(wide) for name, slot in slots.items()}
+            update, wide_slots = self.update_leaf(
+                grad.astype(wide), param.astype(wide) - decay, wide_slots, rate, step, shared
+            )
+            updates.append((update - decay).astype(param.dtype))
+            new_slots.append(
+                {name: slot.astype(slots[name].dtype) for name, slot in wide_slots.items()}
+            )
         updates, average = self._averaged(structure.unflatten(updates), params, state)
         return updates, OptimizerState(
             state.count + 1, structure.unflatten(new_slots), shared, average
         )
-
-    def _update_one(
-        self,
-        grad: Array,
-        param: Array,
-        slots: Slots,
-        path: str,
-        rate: Array,
-        step: Array,
-        shared: Slots,
-    ) -> tuple[Array, Slots]:
-        # Half-precision weights are updated in float32: 1 - 0.999 ** step is 0 in bfloat16.
-        wide = jnp.promote_types(param.dtype, jnp.float32)
-        decay = self.decay_of(param, path) * rate * param.astype(wide)
-        wide_slots = {name: slot.astype(wide) for name, slot in slots.items()}
-        update, wide_slots = self.update_leaf(
-            grad.astype(wide), param.astype(wide) - decay, wide_slots, rate, step, shared
-        )
-        return (update - decay).astype(param.dtype), {
-            name: slot.astype(slots[name].dtype) for name, slot in wide_slots.items()
-        }
 
     def _averaged(self, updates: Any, params: Any, state: OptimizerState) -> tuple[Any, Any]:
         """Returns updates and averaged weights, to which updates lead where they overwrite."""
