@@ -3,7 +3,7 @@ import pytest
 
 from tnt_jax.data.dispatch import as_source
 from tnt_jax.data.elements import unpack
-from tnt_jax.data.layout import RankSlice, ReadOptions
+from tnt_jax.data.layout import RankSlice, ReadOptions, describe_sizes
 from tnt_jax.data.sources import ArraySource, IterableSource, common_length
 from tnt_jax.data.streams import EpochStream
 
@@ -88,6 +88,20 @@ def test_a_generator_is_read_on_from_epoch_to_epoch():
     stream = EpochStream(source, steps_per_epoch=2)
     values = [[int(batch.data[0]) for batch in stream.epoch(epoch)] for epoch in range(2)]
     assert values == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_rows_that_are_dropped_are_none_of_an_epoch(shuffle):
+    source = ArraySource(
+        np.arange(11), global_batch_size=4, rank_slice=RankSlice(4, 0, 4),
+        shuffle=shuffle, drop_remainder=True,
+    )  # fmt: skip
+    batches = list(source.batches(0))
+    assert source.num_examples == sum(batch.num_rows for batch in batches) == 8
+    assert "2 steps per epoch, 0 padded rows" in describe_sizes(RankSlice(4, 0, 4), source)
+    # Each epoch drops others of all rows.
+    seen = {int(x) for epoch in range(20) for batch in source.batches(epoch) for x in batch.data}
+    assert seen == set(range(11 if shuffle else 8))
 
 
 def test_steps_per_epoch_continues_passes_over_the_data(caplog):

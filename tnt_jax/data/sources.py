@@ -147,18 +147,18 @@ class ArraySource:
         self._arrays = jax.tree.map(np.asarray, arrays)
         # Flattened once: to do so costs a tiny step more than its rows.
         self._leaves, self._structure = jax.tree.flatten(self._arrays)
-        self.num_examples: int | None = common_length(self._arrays)
+        self._num_rows, self._size = common_length(self._arrays), global_batch_size
         self.global_batch_size: int | None = global_batch_size
         self.num_batches: int | None = num_batches(
-            self.num_examples, global_batch_size, drop_remainder=drop_remainder
+            self._num_rows, global_batch_size, drop_remainder=drop_remainder
         )
-        self._size = global_batch_size
+        self.num_examples: int | None = min(self._num_rows, self.num_batches * global_batch_size)
         self._rank_slice = rank_slice
         self._shuffle = shuffle
         self._seed = seed
         self._whole = local_rows(global_batch_size, rank_slice)
         self.row_order = RowOrder(
-            [seed] if shuffle else [], {"number of examples": self.num_examples}, is_of_rows=True
+            [seed] if shuffle else [], {"number of examples": self._num_rows}, is_of_rows=True
         )
 
     @property
@@ -172,12 +172,12 @@ class ArraySource:
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows of each global batch, from batch `start_batch` on."""
-        assert self.num_examples is not None and self.num_batches is not None
+        assert self.num_batches is not None
         order = None
         if self._shuffle:
-            order = np.random.default_rng((self._seed, epoch)).permutation(self.num_examples)
+            order = np.random.default_rng((self._seed, epoch)).permutation(self._num_rows)
         for start in range(start_batch * self._size, self.num_batches * self._size, self._size):
-            num_rows = min(self._size, self.num_examples - start)
+            num_rows = min(self._size, self._num_rows - start)
             rows = self._whole if num_rows == self._size else local_rows(num_rows, self._rank_slice)
             chosen = rows.selection(start) if order is None else order[start + rows.indices]
             data = self._structure.unflatten([x[chosen] for x in self._leaves])
