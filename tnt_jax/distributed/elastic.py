@@ -232,6 +232,12 @@ def link() -> Link | None:
     )
 
 
+def is_complete() -> bool:
+    """Returns whether no process is missing: in an elastic job, as many train as were planned."""
+    own = link()
+    return own is None or own.generation.size == own.planned
+
+
 def unless_ended(function: Callable[[], _T]) -> _T:
     """Returns the result of a function; raises `Interrupted` if the generation ends meanwhile.
 

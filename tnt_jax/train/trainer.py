@@ -20,7 +20,7 @@ from tnt_jax.adapters.base import Adapter, Variables
 from tnt_jax.data.feed import Feed, make_put
 from tnt_jax.data.layout import micro_batch_size
 from tnt_jax.data.sources import HostBatch
-from tnt_jax.distributed.elastic import link, raise_after_step
+from tnt_jax.distributed.elastic import is_complete, link, raise_after_step
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.liveness import phases
@@ -357,7 +357,8 @@ class Trainer:
         if link() is not None:
             jax.block_until_ready(done)  # The state stays that of a complete step.
         self.state, sums = done
-        if self.traced is not None and self.steps_of is not None:
+        # While a process is missing, another one is about to join, and needs the host.
+        if self.traced is not None and self.steps_of is not None and is_complete():
             kind = self.runtime.mesh.size, group.num_steps, group.num_rows
             self.traced.runs[kind] += 1
             # Not beside the first step, for which the user waits.
