@@ -78,4 +78,6 @@ def test_a_step_after_which_nobody_joins_any_more_is_not_the_last(launcher):
     wait_for(lambda: not launcher.link.ends_after_step)
     elastic.raise_after_step()
     launcher.interrupt("process 1 was killed", at_once=True, number=5)
-    elastic.raise_after_step()  # It is of another generation.
+    launcher.interrupt("process 1 joins", at_once=False)
+    wait_for(lambda: launcher.link.ends_after_step)
+    assert not launcher.link.ended  # What was lost is of another generation.
