@@ -138,6 +138,31 @@ def test_the_step_that_runs_is_not_lost_where_a_process_joins(monkeypatch):
     assert sorted(actions.take("form")) == [0, 1, 2]
 
 
+def test_a_process_that_is_stuck_where_another_joins_is_ended():
+    membership, actions = job()
+    membership.lost(2, "was killed")
+    for rank in (0, 1):
+        membership.heard(rank, ready())
+    membership.heard(2, {"kind": "here"})
+    membership.heard(2, ready(done=()))
+    stuck = {"kind": "stuck", "number": 1, "index": 1, "why": "process 1 makes no progress"}
+    membership.heard(0, stuck)
+    assert actions.killed == [1]
+
+
+def test_what_a_process_reports_late_of_an_earlier_generation_ends_none(monkeypatch):
+    membership, actions = job()
+    membership.lost(2, "was killed")
+    for rank in (0, 1):
+        membership.heard(rank, ready())
+    actions.take("interrupt")
+    membership.heard(0, ready() | {"number": 0})
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 2)
+    membership.tick()
+    assert not actions.take("interrupt")
+
+
 def test_a_call_that_ends_with_the_step_after_which_a_process_was_to_join_ends_as_it_is():
     membership, actions = job()
     membership.lost(2, "was killed")

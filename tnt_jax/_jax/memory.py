@@ -13,10 +13,9 @@ from tnt_jax._jax.programs import (
 # Operations that the compiler computes where their results are used, and again for each use.
 _CHEAP = frozenset(
     """abs add add_any and bitcast_convert_type broadcast_in_dim ceil clamp concatenate
-    convert_element_type copy eq
-    expand_dims floor ge gt integer_pow iota is_finite le lt max min mul name ne neg not or pad
-    pcast pvary real reshape rev round select_n shift_left shift_right_logical sign slice split
-    square squeeze stop_gradient sub transpose xor""".split()
+    convert_element_type copy eq expand_dims floor ge gt integer_pow iota is_finite le lt max min
+    mul name ne neg not or pad pcast pvary real reshape rev round select_n shift_left
+    shift_right_logical sign slice split square squeeze stop_gradient sub transpose xor""".split()
 )
 # The same where a result is used once; several uses read one array.
 _COSTLY = frozenset(

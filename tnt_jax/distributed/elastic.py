@@ -96,7 +96,8 @@ class Link:
     def when_ended(self, function: Callable[[], None]) -> None:
         """Has a function called that ends waiting for others, as soon as a process is lost.
 
-        It comes from a thread; where a process joins, once all have left the generation.
+        That is from a thread. Where a process joins, it is called before this one goes to the next
+        generation.
         """
         with self._changed:
             if not self.ended:

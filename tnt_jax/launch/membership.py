@@ -113,7 +113,7 @@ class Membership:
         # Why the generation has ended; empty while it trains.
         self._causes: list[str] = []
         self._since = now
-        # Whether it has ended at once, and when the first process has left it.
+        # Whether it has ended at once, and when the first process left it.
         self._is_cut = False
         self._left_at: float | None = None
         # What to show once training goes on: the causes, the generation, and since when it did not.
@@ -163,7 +163,7 @@ class Membership:
             self._admit()
         elif not self._causes and message.get("number", self._number) == self._number:
             self._interrupt(f"process {rank} {_COULD_NOT}: {message['why']}")
-        if seat.is_in and self._left_at is None:
+        if seat.is_in and self._causes and self._left_at is None:
             self._left_at = time.monotonic()
         self._form()
 
@@ -174,7 +174,7 @@ class Membership:
             self._tell_end("", at_once=False)
 
     def _end_stuck(self, message: Mapping[str, Any]) -> None:
-        if message["number"] == self._number > self._stuck and not self._causes:
+        if message["number"] == self._number > self._stuck and not self._is_cut:
             self._stuck = self._number  # The others report it, too.
             self._actions.say(message["why"])
             self._actions.kill(self._order[message["index"]])

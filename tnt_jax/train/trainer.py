@@ -76,7 +76,7 @@ class Trainer:
         self.traced: Kept | None = None if link() is None else Kept()
         self._reopens = False
         self.ahead, self.evaluation_ahead, self.ahead_of_loss = Ahead(), Ahead(), Ahead()
-        # In an elastic job, returns the steps of a job of other processes.
+        # Returns the steps of a job of other processes, where training can go on with these.
         self.steps_of: Callable[[Runtime], Steps] | None = None
         self.fewer_rows: Callable[[], bool] | None = None
         self.fewer_evaluated_rows: Callable[[], bool] | None = None
@@ -379,7 +379,7 @@ class Trainer:
             steps,
             self.programs.parts,
             self._optimizer,
-            accumulation_steps=self._accumulation_steps,
+            accumulation_steps=1,
             on_nan=None,
             kept=self.traced,
         )
@@ -607,7 +607,7 @@ _RUNS_BEFORE = 2
 
 
 def _described_on(steps: Steps, mesh: Mesh, group: DeviceBatches) -> DeviceBatches:
-    """Returns descriptions of the same batches with the rows of other ranks."""
+    """Returns descriptions of a group's batches, divided among the ranks of other steps."""
     dim, num_ranks = int(group.num_steps > 1), steps.rank_slice.num_ranks
     num_real = group.num_rows // group.num_steps
     num_rows = micro_batch_size(num_real, num_ranks) * num_ranks

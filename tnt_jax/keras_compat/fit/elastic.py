@@ -80,6 +80,11 @@ class Call:
         self._is_new = False
 
     @property
+    def can_change(self) -> bool:
+        """Whether the call can go on with other processes."""
+        return self._link is not None
+
+    @property
     def value(self) -> Any:
         """The value that the others have got from it, once they have."""
         assert self._line is not None

@@ -213,6 +213,7 @@ class FitLoop:
         with self._callbacks.open("Model.fit", **counts) as self._hooks:
             self._recovery = Recovery(self._shared, self._hooks, self._call)
             self._call.begin(lambda: self._core.why_not_elastic() or self._why_not_again())
+            self._core.prepare_for_loss(goes_on=self._call.can_change)
             try:
                 with self._core.fitting(), goodput.training():
                     self._run_epochs()

@@ -17,7 +17,6 @@ from tnt_jax import _jax, reproducible, sharded
 from tnt_jax.adapters import wrap
 from tnt_jax.adapters.base import Variables
 from tnt_jax.data.feed import BATCHES_AHEAD
-from tnt_jax.distributed.elastic import link
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining import runtime
 from tnt_jax.job import Slot
@@ -124,9 +123,6 @@ class Core:
                     LocalTrainer, sync=options.sync, threshold_kb=options.fusion_threshold
                 )
             self._trainer = make(self.adapter, job, steps, seed=options.seed)
-            # GPUs try kernels for a program that is compiled, which takes their memory.
-            if link() is not None and options.sync is None and job.platform == "cpu":
-                self._trainer.steps_of = self._first_steps
             _on_devices.get().add(self)
         return self._trainer
 
@@ -143,6 +139,14 @@ class Core:
         self.compile_steps()
         # The wrapped object holds arrays of devices that are closed.
         self._store()
+
+    def prepare_for_loss(self, *, goes_on: bool) -> None:
+        """Lets the trainer compile its step for fewer processes, if training goes on with them."""
+        options = self.options
+        # GPUs try kernels for a program that is compiled, which takes their memory.
+        has_one_step = self.trainer.runtime.platform == "cpu" and not options.reproducible
+        prepares = goes_on and has_one_step and options.sync is None
+        self.trainer.steps_of = self._steps if prepares else None
 
     def why_not_elastic(self) -> str | None:
         """Returns why training cannot go on with other processes in place, None if it can."""
