@@ -62,6 +62,8 @@ class Fate(tnt.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self.steps += 1
         self.hooks.append(["step", batch])
+        if self.steps == 5:
+            traced_early.append(len(traced))
         self.meet(f"step {self.steps}")
         # A process that is to join finds the others in the middle.
         if options.get("waits") and self.steps > 12 and tnt.get_process_count() < planned:
@@ -94,7 +96,7 @@ if options.get("compares"):
     loss = lambda y, outputs: plain(y, outputs) + 0.1 * (outputs.mean(0) ** 2).sum()
 model = tnt.Model(Net(), seed=1, reproducible=options.get("reproducible", False), **sharded)
 rate = options["rate_of_joining"] if joins and "rate_of_joining" in options else 0.1
-optimizer, traced = tnt.optimizers.SGD(rate, momentum=0.9), []
+optimizer, traced, traced_early = tnt.optimizers.SGD(rate, momentum=0.9), [], []
 if options.get("counts"):
     import optax
     sgd = optax.sgd(rate, momentum=0.9)
@@ -123,7 +125,8 @@ for part in range(options.get("fits", 1)):
 out = f"{options['out']}/{rank}"
 np.savez(out, *map(np.asarray, model.get_weights()))
 found = {
-    "fits": results, "size": tnt.get_process_count(), "joins": joins, "traced": len(traced)
+    "fits": results, "size": tnt.get_process_count(), "joins": joins, "traced": len(traced),
+    "traced_early": traced_early[:1],
 }
 open(f"{out}.json", "w").write(json.dumps(found, default=float))
 '''
@@ -233,7 +236,9 @@ def test_a_replacement_joins_with_the_state_of_the_others(train, alone, rank):
     assert sorted(found) == [0, 1]
     assert found[rank][1]["joins"]
     assert all(results["size"] == 2 for _, results in found.values())
-    # The other one traced its step for two processes and for one, and this one has it from there.
+    # The other one traced its step for two processes and for one, before it was alone, and this one
+    # has it from there.
+    assert found[1 - rank][1]["traced_early"] == [2]
     assert {other: results["traced"] for other, (_, results) in found.items()} == {
         rank: 0,
         1 - rank: 2,
