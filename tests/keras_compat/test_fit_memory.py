@@ -533,20 +533,57 @@ def test_a_mesh_and_passes_are_chosen_together(use_ranks, monkeypatch):
     assert model._core.has_open_mesh
 
 
-@pytest.mark.parametrize(
-    ("options", "remedy"),
-    [
-        ({"reproducible": True}, "virtual_ranks"),
-        (
-            {"mesh": {"stage": 2}, "pipeline": tnt.Pipeline("layers", microbatches=2)},
-            "micro-batches",
-        ),
-    ],
-)
-def test_options_that_decide_the_rows_are_named(use_ranks, options, remedy):
+def test_a_pipeline_decides_the_rows_itself(use_ranks):
     use_ranks(2)
-    with pytest.raises(ValueError, match=remedy):
-        train(make_model(Net(), **options), "auto")
+    pipeline = tnt.Pipeline("layers", microbatches=2)
+    with pytest.raises(ValueError, match="micro-batches, smaller ones with more of them"):
+        train(make_model(Net(), mesh={"stage": 2}, pipeline=pipeline), "auto")
+
+
+# Activations and gradients far exceed the state.
+class Reproducible(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.Dropout(0.3, deterministic=not train)(nn.relu(nn.Dense(64)(x)))
+        for _ in range(20):
+            x = jnp.sin(x @ jnp.eye(64))
+        return nn.Dense(5)(x)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_reproducible_steps_keep_their_bits(use_ranks, monkeypatch, num_ranks):
+    x, y, _ = data()
+    x, y = np.tile(x, (16, 1)), np.tile(y, 16)
+    options = {"batch_size": 512, "epochs": 1, "verbose": 0}
+    use_ranks(1)
+    whole = make_model(Reproducible(), reproducible=True, virtual_ranks=4)
+    whole.fit(x, y, **options)
+    use_ranks(num_ranks)
+    model = make_model(Reproducible(), reproducible=True, virtual_ranks=4)
+    model.fit(x, y, tnt_micro_batch_size="auto", **options)
+    jax.tree.map(np.testing.assert_array_equal, model.get_weights(), whole.get_weights())
+    options = {"batch_size": 512, "verbose": 0}
+    found = model.predict(x, tnt_micro_batch_size="auto", **options)
+    np.testing.assert_array_equal(found, whole.predict(x, **options))
+    found = model.evaluate(x, y, tnt_micro_batch_size="auto", **options)
+    assert found == whole.evaluate(x, y, **options)
+
+    chosen = model._core.memory_choice.chosen
+    assert chosen.name == "the rows of a virtual rank at once"
+    # A chunk's activations, the gradients that wait, the state, and the batches that wait.
+    params = sum(w.nbytes for w in jax.tree.leaves(model.get_weights()))
+    waiting = {1: 2, 4: 0}[num_ranks] * params
+    batches = 5 * 512 * (WIDTH * 4 + 8) // num_ranks
+    least = 20 * 128 * 64 * 4 + 2 * params + params + waiting + batches
+    assert least < chosen.nbytes < 1.3 * least
+    monkeypatch.setenv("TNT_DEVICE_MEMORY", f"{chosen.nbytes - 1}B")
+    use_ranks(num_ranks)
+    options = {"batch_size": 512, "tnt_micro_batch_size": "auto", "verbose": 0}
+    model = make_model(Reproducible(), reproducible=True, virtual_ranks=4)
+    with pytest.raises(ValueError, match=r"fits .* more virtual_ranks where results"):
+        model.fit(x, y, **options)
+    model = make_model(Reproducible(), reproducible=True, virtual_ranks=8)
+    model.fit(x, y, **options)
 
 
 @pytest.mark.parametrize("micro", ["Auto", "8"])

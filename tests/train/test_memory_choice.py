@@ -64,7 +64,8 @@ class Ways:
             def operations(self):
                 return 100
 
-            def compile(self):
+            def compile(self, *, held_bytes):
+                assert held_bytes == 50
                 ways.compiled.append(rows)
                 return _jax.ProgramMemory(50, ways.bytes_of(rows) - 50, Compiled())
 

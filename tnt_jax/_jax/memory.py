@@ -1,5 +1,6 @@
 """Memory of programs: by an estimate before they are compiled, and by the compiler."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from tnt_jax._jax.programs import (
@@ -31,25 +32,26 @@ _INLINED = (*CALLS, "shard_map", "remat2")
 
 
 class TracedProgram:
-    """A program of `jitted.trace(...)`, whose memory can be told."""
+    """A program of `jitted.trace(...)`, or the programs of a step, whose memory can be told."""
 
     def __init__(self, traced: Any) -> None:
         self._traced = traced
+        self._jaxprs = [program.jaxpr.jaxpr for program in _programs_of(traced)]
 
     def estimate_bytes(self) -> int:
         """Returns about what it holds on each device besides operands, without compiling it."""
-        return live_bytes(self._traced.jaxpr.jaxpr)
+        return max(map(live_bytes, self._jaxprs))
 
     def operations(self) -> int:
         """Returns how many numbers it multiplies in products, on each device of a `shard_map`.
 
         What no result needs is left out, as by the compiler: passes trace all rows once more.
         """
-        return operations_of_products(without_dead_code(self._traced.jaxpr.jaxpr))
+        return sum(operations_of_products(without_dead_code(x)) for x in self._jaxprs)
 
-    def compile(self) -> "ProgramMemory":
-        """Returns its memory on each device, by the compiler's own analysis."""
-        return ProgramMemory.of(self._traced.lower().compile())
+    def compile(self, *, held_bytes: int = 0) -> "ProgramMemory":
+        """Returns its memory on each device, by the compiler's own analysis; see `of`."""
+        return ProgramMemory.of(self._traced.lower().compile(), held_bytes=held_bytes)
 
 
 class ProgramMemory(NamedTuple):
@@ -63,20 +65,31 @@ class ProgramMemory(NamedTuple):
     compiled: Any
 
     @classmethod
-    def of(cls, compiled: Any) -> "ProgramMemory":
-        """Returns it for a program, or for the one that takes most among several of a step."""
+    def of(cls, compiled: Any, *, held_bytes: int = 0) -> "ProgramMemory":
+        """Returns it for a program, or for the one of a step's during which most is held.
+
+        Besides what that one computes, a device holds `held_bytes`, its operands among them.
+        """
         found = []
-        for program in getattr(compiled, "by_name", {"": compiled}).values():
+        for program in _programs_of(compiled):
             memory = program.memory_analysis()
             results = memory.output_size_in_bytes - memory.alias_size_in_bytes
             computed = results + memory.temp_size_in_bytes
             found.append(cls(memory.argument_size_in_bytes, computed, program))
-        return max(found, key=lambda x: x.peak_bytes)
+        return max(found, key=lambda x: x.most_bytes(held_bytes))
+
+    def most_bytes(self, held_bytes: int) -> int:
+        """Returns the bytes of a device that holds so many, the operands among them."""
+        return max(held_bytes, self.operand_bytes) + self.computed_bytes
 
     @property
     def peak_bytes(self) -> int:
         """Bytes of operands and of what is computed."""
-        return self.operand_bytes + self.computed_bytes
+        return self.most_bytes(0)
+
+
+def _programs_of(step: Any) -> Iterable[Any]:
+    return getattr(step, "by_name", {"": step}).values()
 
 
 class _Step(NamedTuple):

@@ -102,17 +102,17 @@ class BatchSum:
         counts = self._count(model, batch)
         return *self._ranks.sum(self._program, batch, model, counts), counts.rows
 
-    def lower(
+    def trace(
         self, model: ModelArrays, batch: Batch
     ) -> tuple[dict[str, Any], tuple[Any, Any, Any]]:
-        """Returns the lowered programs by name, and the shapes of the result."""
+        """Returns the traced programs by name, and the shapes of the result."""
         counts = self._count(model, batch)
         arguments = (self._ranks.chunk_shapes(batch), 0, shapes_of(model), shapes_of(counts))
         sums, same = jax.eval_shape(self._program, *arguments)
         programs = (
-            self._count.lower(model, batch)
-            | {"chunk": self._program.lower(*arguments)}
-            | self._ranks.lower_sum(sums)
+            self._count.trace(model, batch)
+            | {"chunk": self._program.trace(*arguments)}
+            | self._ranks.trace_sum(sums)
         )
         return programs, (sums, same, shapes_of(counts.rows))
 
@@ -156,13 +156,13 @@ class _BatchCount:
         terms = [next(sums) if x is _UNKNOWN else x for x in known]
         return Counts(terms, float(num_local_rows(batch)) if batch.mask is None else next(sums))
 
-    def lower(self, model: ModelArrays, batch: Batch) -> dict[str, Any]:
-        """Returns the lowered programs by name, if any is needed."""
+    def trace(self, model: ModelArrays, batch: Batch) -> dict[str, Any]:
+        """Returns the traced programs by name, if any is needed."""
         if not self._is_needed(self._known_counts(model, batch), batch):
             return {}
         arguments = (self._ranks.chunk_shapes(batch), 0, shapes_of(model))
-        sums = self._ranks.lower_sum(jax.eval_shape(self._program, *arguments)[0])
-        return {"counts": self._program.lower(*arguments)} | {
+        sums = self._ranks.trace_sum(jax.eval_shape(self._program, *arguments)[0])
+        return {"counts": self._program.trace(*arguments)} | {
             f"counts, {name}": program for name, program in sums.items()
         }
 

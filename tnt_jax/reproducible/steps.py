@@ -53,6 +53,7 @@ class ReproducibleSteps(Steps):
         self.ranks = ranks
         self.rank_slice = ranks.rank_slice
         self.mesh = ranks.mesh
+        self.num_waiting = ranks.num_waiting
         self.train = partial(make_train_step, ranks=ranks)
         self.evaluate = partial(make_eval_step, ranks=ranks)
         self.predict = partial(make_predict_step, ranks=ranks)
@@ -143,12 +144,16 @@ class _TrainStep(NamedTuple):
     def __call__(self, state: TrainState, sums: Any, batch: Batch) -> tuple[TrainState, Any]:
         return self.last(state, sums, *self.sum_batch(_model(state), batch))
 
-    def lower(self, state: TrainState, sums: Any, batch: Batch) -> Programs:
-        """Returns the lowered programs that the step runs, by name."""
-        programs, measured = self.sum_batch.lower(_model(state), batch)
+    def trace(self, state: TrainState, sums: Any, batch: Batch) -> Programs:
+        """Returns the traced programs that the step runs, by name."""
+        programs, measured = self.sum_batch.trace(_model(state), batch)
         return Programs(
-            programs | {"update": self.last.program.lower(*shapes_of((state, sums, *measured)))}
+            programs | {"update": self.last.program.trace(*shapes_of((state, sums, *measured)))}
         )
+
+    def lower(self, state: TrainState, sums: Any, batch: Batch) -> Programs:
+        """Returns the same, lowered."""
+        return self.trace(state, sums, batch).lower()
 
 
 def _model(state: TrainState) -> ModelArrays:

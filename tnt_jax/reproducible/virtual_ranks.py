@@ -38,13 +38,17 @@ _ALONE = _jax.abstract_data_mesh(1)
 
 
 class Programs(NamedTuple):
-    """The programs of a step, lowered or compiled, by name."""
+    """The programs of a step, traced, lowered or compiled, by name."""
 
     by_name: dict[str, Any]
 
     def as_text(self) -> str:
         """Returns the texts one after another, each after a line with its name."""
         return join_programs({name: program.as_text() for name, program in self.by_name.items()})
+
+    def lower(self) -> "Programs":
+        """Lowers traced programs."""
+        return Programs({name: program.lower() for name, program in self.by_name.items()})
 
     def compile(self) -> "Programs":
         """Compiles lowered programs."""
@@ -109,6 +113,8 @@ class VirtualRanks:
         self.count = count
         self.mesh = mesh
         self.per_rank = count // mesh.size
+        # Of the sums of chunks on a device, so many wait for the next chunk at most.
+        self.num_waiting = self.per_rank.bit_length() - 1
         self._local_ranks = _jax.local_ranks(mesh)
         # Only slices, additions and copies: they round alike however they are compiled.
         self._cut = (
@@ -164,16 +170,16 @@ class VirtualRanks:
         ]
         return join([self._concatenate(parts) for parts in rows], self.mesh, BY_RANK)
 
-    def lower_sum(self, shapes: Any) -> dict[str, Any]:
-        """Returns the lowered programs, by name, that add results of shapes `[1, ...]`."""
+    def trace_sum(self, shapes: Any) -> dict[str, Any]:
+        """Returns the traced programs, by name, that add results of shapes `[1, ...]`."""
         programs = {}
         if self.per_rank > 1:
-            programs["sum of chunks"] = self._add.lower(shapes, shapes)
+            programs["sum of chunks"] = self._add.trace(shapes, shapes)
         by_rank = NamedSharding(self.mesh, BY_RANK)
         sums = descriptions(shapes, rows=self.mesh.size, sharding=by_rank)
         for power, add in enumerate(self._add_ranks):
-            programs[f"sum {power + 1} of ranks"] = lowered = add.lower(sums)
-            sums = lowered.out_info
+            programs[f"sum {power + 1} of ranks"] = traced = add.trace(sums)
+            sums = traced.out_info
         return programs
 
     def chunk_shapes(self, batch: Any) -> Any:

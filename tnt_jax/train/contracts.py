@@ -188,6 +188,7 @@ class Steps(Protocol):
             copy faster.
         without_padding: From batches to what the programs take, without padded rows; None if these
             are masked. All processes must call it at the same place among their programs.
+        num_waiting: Gradients on a device that wait for others of the same step.
     """
 
     rank_slice: RankSlice
@@ -195,6 +196,7 @@ class Steps(Protocol):
     fused: FusedSteps | None = None
     takes_host_arrays: bool = False
     without_padding: Callable[[DeviceBatches], DeviceBatches] | None = None
+    num_waiting: int = 0
 
     def train(
         self,

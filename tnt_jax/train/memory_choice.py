@@ -38,7 +38,7 @@ class Way(NamedTuple):
             and batches.
         grads: Bytes of the gradients on each device, which several passes add up.
         program: From the most rows of a pass, or None for all, to the program.
-        beside: Bytes of `floor` that are no operands of the program.
+        beside: Bytes of `floor` that are held beside operands.
         num_rows: Rows of a rank, if several passes are asked for; else None.
         why_whole: Returns why all rows are computed at once; None if they need not.
         comes_again: Returns whether it comes again, for several passes.
@@ -194,7 +194,8 @@ def choose(asked: str, ways: Iterable[Way], limit: int, *, looks_at_all: bool = 
     raise ValueError(
         f"{asked} found no way to compute a step that fits the {in_units(limit)} of a device: "
         f"{tried}{note}{most}. Use more devices, a smaller global batch, "
-        "remat='full', precision='mixed_bfloat16', or a mesh with an axis 'tensor' or 'stage' "
+        "more virtual_ranks where results are reproducible, remat='full', "
+        "precision='mixed_bfloat16', or a mesh with an axis 'tensor' or 'stage' "
         "(docs/larger_models.md). TNT_DEVICE_MEMORY sets the limit."
     )
 
@@ -237,8 +238,9 @@ def _attempts(
         """Compiles passes of some rows; returns whether they fit."""
         most = None if rows == num_rows else rows
         program = way.program(most) if whole is None or most is not None else whole
-        memory = program.compile()
-        nbytes = _agreed(memory.peak_bytes + way.beside)
+        held = way.floor - way.beside
+        memory = program.compile(held_bytes=held)
+        nbytes = _agreed(memory.most_bytes(held) + way.beside)
         text = memory.compiled.as_text() if nbytes > limit or counts_sent else ""
         tried.append(
             Attempt(

@@ -59,12 +59,6 @@ class _Form(NamedTuple):
         return _Form(name, options, self.sharding)
 
 
-_WAYS_OUT = {
-    "reproducible": "it computes the rows of a virtual rank, fewer with more virtual_ranks",
-    "pipeline": "it computes its own micro-batches, smaller ones with more of them",
-}
-
-
 # Up to 29 times slower (benchmarks/README.md#a-global-batch-larger-than-memory), so that
 # rematerialization takes less time if they are more than this share of the operations.
 _SLOW_IN_PASSES = "XLA's CPU convolutions are many times slower in passes"
@@ -210,18 +204,22 @@ class Core:
             self._choose(planning.MESH, batch, self._forms(in_passes=False))
 
     def ask_for_passes(self) -> None:
-        """Lets the coming call compute as many rows at once as fit the memory of a device."""
+        """Lets the coming call compute as many rows at once as fit the memory of a device.
+
+        With `reproducible=True` they are those of a virtual rank, of which `fit` makes sure that
+        they fit.
+        """
         if self.options.sync is not None:
             raise ValueError(
                 f"{memory_choice.MICRO_BATCH} cannot be combined with sync=LocalSteps: the memory "
                 "of a group's step is not measured. Pass a number of rows."
             )
-        for name, remedy in _WAYS_OUT.items():
-            if getattr(self.options, name):
-                raise ValueError(
-                    f"{memory_choice.MICRO_BATCH} chooses the rows that a device computes at once, "
-                    f"which {name} decides: {remedy}. Leave one of the two out."
-                )
+        if self.options.pipeline:
+            raise ValueError(
+                f"{memory_choice.MICRO_BATCH} chooses the rows that a device computes at once, "
+                "which pipeline decides: it computes its own micro-batches, smaller ones with more "
+                "of them. Leave one of the two out."
+            )
         self.fits_memory = True
 
     def fit_memory(self, call: str, batch: Batch, trace: Callable[[], Any]) -> None:
@@ -238,7 +236,7 @@ class Core:
         self.trainer.most_in_flight = 0 if self.trainer.runtime.platform == "cpu" else None
         if call == "fit":
             self._choose(memory_choice.MICRO_BATCH, batch, self._forms(in_passes=True), trace)
-        else:
+        elif not self.options.reproducible:
             self._choose_passes(call, batch, trace)
         self._fitted.add((call, shapes))
 
@@ -278,6 +276,8 @@ class Core:
     def _forms(self, *, in_passes: bool) -> list[_Form]:
         """Returns the ways to compute a step without rematerialization, the fastest first."""
         options, own, num_ranks = self._used, self._sharding, runtime.init().num_ranks
+        if options.reproducible:  # Another program rounds differently.
+            return [_Form("the rows of a virtual rank at once", options, None)]
         meshes = planning.candidates(runtime.init().mesh.size)
         name = planning.name_of(meshes[0]) if self.has_open_mesh else ""
         forms = [_Form(name, options, None if self.has_open_mesh else own)]
@@ -317,14 +317,15 @@ class Core:
         num_rows, waiting = None, 0
         if trace is not None:
             waiting = (IN_FLIGHT + BATCHES_AHEAD - 1) * of_batch
-            num_rows = num_local_rows(batch) // trainer.rank_slice.local_ranks
+            if not self.options.reproducible:
+                num_rows = num_local_rows(batch) // trainer.rank_slice.local_ranks
 
         shapes, rows = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), (state, batch)
         )
 
         before = _Form("", self._used, self._sharding)
-        saves = trace is not None and before.options.remat == "none"
+        saves = num_rows is not None and before.options.remat == "none"
         lacks_blocks = False
         looked_at: list[_Form] = []
         # Steps that were looked at where training can run them as they are.
@@ -344,7 +345,12 @@ class Core:
         @cache
         def is_slow() -> bool:
             """Returns whether several passes are possible, but slow."""
-            if trace is None or trainer.runtime.platform != "cpu" or why_whole():
+            if (
+                num_rows is None
+                or trace is None
+                or trainer.runtime.platform != "cpu"
+                or why_whole()
+            ):
                 return False
             jaxpr = trace().jaxpr.jaxpr
             of_convolutions = _jax.operations_of_products(jaxpr, of_convolutions=True)
@@ -352,7 +358,11 @@ class Core:
 
         def way_of(form: _Form, *, at_first: bool) -> memory_choice.Way:
             here = form.options.on_mesh(job, form.sharding)
-            steps = form.options.steps(here, form.sharding, self.adapter.axis_names, whole=is_whole)
+            steps, places = trainer.steps, state
+            if not stays(form):
+                axis_names = self.adapter.axis_names
+                steps = form.options.steps(here, form.sharding, axis_names, whole=is_whole)
+                places = steps.place(state)
             step_options = (compilation.accumulation_steps, compilation.on_nan)
 
             def program(rows_at_once: int | None) -> _jax.TracedProgram:
@@ -371,9 +381,9 @@ class Core:
                     lacks_blocks = True
                     raise
 
-            places = steps.place(state)
-            floor = memory_choice.local_bytes(places) + of_batch + waiting
             grads = memory_choice.local_bytes(places.params)
+            floor = memory_choice.local_bytes(places) + of_batch + waiting
+            floor += steps.num_waiting * grads
 
             def comes_again() -> bool:
                 return at_first and is_slow()
