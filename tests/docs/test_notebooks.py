@@ -6,6 +6,8 @@ from nbclient import NotebookClient
 from pages import ROOT
 
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
+# These start processes, as tests of the launcher and of resumption do.
+LONG = ("resume_and_devices", "several_processes")
 
 
 def outputs(book):
@@ -31,7 +33,14 @@ def run(book, folder):
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=pytest.mark.long) if path.stem in LONG else path
+        for path in NOTEBOOKS
+    ],
+    ids=lambda path: path.stem,
+)
 def test_a_notebook_runs_and_holds_its_outputs(path, tmp_path, monkeypatch):
     # A notebook chooses its own devices.
     monkeypatch.delenv("XLA_FLAGS", raising=False)

@@ -13,7 +13,7 @@ PROGRAMS = sorted(path.stem for path in GALLERY.glob("*.py") if path.stem != "di
 # The others have convolutions, dropout, custom loops and rows that are compared, too.
 LONG = (
     *("distillation", "experts", "packed_language_model", "segmentation_unet"),
-    "variational_autoencoder",
+    *("variational_autoencoder", "vision_transformer"),
 )
 # What the whole program must reach.
 REACHED = {

@@ -2,7 +2,7 @@
 Flax and Optax alone: the truth that distributed training must equal.
 """
 
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 
 import flax.linen as nn
@@ -122,8 +122,10 @@ MODELS = {
 }
 
 
+@cache
 def fresh_variables(name):
-    return MODELS[name][0].init(jax.random.key(0), **jax.tree.map(lambda x: x[:1], make_rows(1)[0]))
+    inputs = jax.tree.map(lambda x: x[:1], make_rows(1)[0])
+    return jax.device_get(jax.jit(MODELS[name][0].init)(jax.random.key(0), **inputs))
 
 
 def compiled(name, *, optimizer=None, model_options=None, **options):
@@ -136,6 +138,8 @@ def compiled(name, *, optimizer=None, model_options=None, **options):
     return model, variables
 
 
+# Without `jit`, every operation is compiled for every shape.
+@partial(jax.jit, static_argnames=("name", "train"))
 def _loss_of(name, params, stats, x, y, *, train):
     """Returns the mean loss of a batch, and the model state after it."""
     module, objective = MODELS[name]
@@ -152,6 +156,17 @@ def _loss_of(name, params, stats, x, y, *, train):
         return jnp.mean(objective(params, SimpleNamespace(inputs=x), {}, apply)), state
     losses = optax.softmax_cross_entropy_with_integer_labels(apply(params, x), y)
     return jnp.mean(losses), state
+
+
+@partial(jax.jit, static_argnames="name")
+def _gradients(name, params, stats, x, y):
+    loss_of = partial(_loss_of, name, train=True)
+    return jax.value_and_grad(loss_of, has_aux=True)(params, stats, x, y)
+
+
+@partial(jax.jit, static_argnames="name")
+def _outputs(name, variables, inputs):
+    return MODELS[name][0].apply(variables, **inputs)
 
 
 def _batches(x, y, size):
@@ -180,10 +195,7 @@ def plain_steps(name, batches, *, epochs=2, accumulated=1, momentum=None):
     for _ in range(epochs):
         total = 0.0
         for inputs, targets in batches:
-            (loss, stats), grads = jax.value_and_grad(
-                lambda p, s=stats, i=inputs, t=targets: _loss_of(name, p, s, i, t, train=True),
-                has_aux=True,
-            )(params)
+            (loss, stats), grads = _gradients(name, params, stats, inputs, targets)
             total += float(loss) * len(targets)
             pending.append(grads)
             if len(pending) == accumulated:
@@ -202,9 +214,7 @@ def plain_evaluation(name, variables, x, y, size):
         float(_loss_of(name, params, stats, inputs, targets, train=False)[0]) * len(targets)
         for inputs, targets in batches
     ]
-    outputs = [
-        MODELS[name][0].apply({"params": params, **stats}, **inputs) for inputs, _ in batches
-    ]
+    outputs = [_outputs(name, variables, inputs) for inputs, _ in batches]
     return sum(losses) / len(y), jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
 
 

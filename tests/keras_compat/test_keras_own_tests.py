@@ -34,7 +34,7 @@ MODULES = [
     for name in MODULES
     if name in OF_MODELS or not name.startswith(("keras.src.trainers", "keras.src.models"))
 ]
-LONG = ("saving_lib_test", "optimizer_sparse_test", "trainers.trainer_test")
+LONG = ("saving_lib_test", "optimizer_sparse_test", "orbax_checkpoint_test", "trainer_test")
 # Modules and tests that are left out, and why.
 MODULES_LEFT_OUT = {
     "multi_optimizer_test": "optax.partition gives each part of the parameters a rule of its own",

@@ -190,7 +190,7 @@ def check_alike(found, expected, *, exactly=False):
 @pytest.mark.parametrize(
     "fates",
     [
-        {"2": "step 13 of fit 0"},
+        long({"2": "step 13 of fit 0"}),
         long({"0": "step 13 of fit 0"}),
         {"1": "step 13 of fit 0", "2": "step 13 of fit 0"},
         long({"0": "step 9 of fit 0"}),

@@ -136,7 +136,7 @@ def test_random_numbers_of_evaluation_are_those_of_the_rows(connected, use_ranks
         )
 
 
-@pytest.mark.parametrize("method", ["evaluate", "predict"])
+@pytest.mark.parametrize("method", ["evaluate", pytest.param("predict", marks=pytest.mark.long)])
 def test_a_callback_ends_evaluation_and_prediction(connected, use_ranks, method):
     use_ranks(1)
 

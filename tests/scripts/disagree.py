@@ -211,7 +211,7 @@ def refuse(name, call, text):
     texts = tnt.all_gather(np.frombuffer(told[:100].ljust(100).encode(), np.uint8))
     assert (texts == texts[0]).all(), (name, told)
     assert text in told, (name, told)
-    assert took_s < 10, (name, took_s)
+    assert took_s < 30, (name, took_s)
     print("refused", name, flush=True)
 
 

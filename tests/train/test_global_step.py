@@ -47,10 +47,14 @@ def computes_whole_batches(model):
     return isinstance(model._core.trainer.steps, GlobalSteps)
 
 
+LONG = pytest.mark.long
+
+
 # Rows that all devices can share equally, some of them, or one alone.
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize(
-    ("num_examples", "size"), [(29, 12), pytest.param(24, 8, marks=pytest.mark.long), (22, 9)]
+    ("num_examples", "size"),
+    [pytest.param(29, 12, marks=LONG), pytest.param(24, 8, marks=LONG), (22, 9)],
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_models_that_compare_rows_equal_a_plain_loop(

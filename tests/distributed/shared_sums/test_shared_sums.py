@@ -31,7 +31,10 @@ def succeed(num_processes, *words, **options):
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.parametrize("num_processes", [2, 3, 4])
+@pytest.mark.parametrize(
+    "num_processes",
+    [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)],
+)
 def test_sums_are_those_of_numpy(num_processes):
     others = {2: ("many", "programs", "slow"), 3: (), 4: ("part",)}
     words = ("values", *others[num_processes])
