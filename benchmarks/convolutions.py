@@ -187,7 +187,7 @@ def network_of_xla(batch):
 
     from tnt_jax.distributed.sums.gradients import trace_grads
     from tnt_jax.models.resnet import resnet20
-    from tnt_jax.train.steps.kept_inputs import keep_inputs
+    from tnt_jax.train.steps.step import keep_inputs
 
     (x,), y = load("resnet20", real=False, num_rows=batch)
     module = resnet20()

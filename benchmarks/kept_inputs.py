@@ -1,5 +1,5 @@
 """Steps of training on CPUs with and without kept inputs of convolutions (see
-`tnt_jax/train/steps/kept_inputs.py`).
+`tnt_jax/train/steps/step.py`).
 
 `Model.fit` trains networks on random images with SGD with momentum on one device, both ways in
 turns in one process; each way's peak of resident memory is the median of processes of its own,
@@ -62,10 +62,12 @@ def make_run(model: str, batch: int, *, is_kept: bool) -> Callable[[], Any]:
 
     import tnt_jax as tnt
     from tnt_jax.models.small import CNN
-    from tnt_jax.train.steps import kept_inputs, step
+    from tnt_jax.train.steps import step
 
     # What training calls; it is traced, once, by the first epoch.
-    step.keep_inputs = kept_inputs.keep_inputs if is_kept else lambda traced, step: traced
+    kept = step.keep_inputs
+    if not is_kept:
+        step.keep_inputs = lambda traced, step: traced
     (x,), y = load("resnet20" if model == "cnn" else model, real=False, num_rows=STEPS * batch)
     net = tnt.Model(CNN() if model == "cnn" else make_flax(model), seed=0)
     net.compile(
@@ -77,6 +79,7 @@ def make_run(model: str, batch: int, *, is_kept: bool) -> Callable[[], Any]:
         return net.fit(x, y, batch_size=batch, shuffle=False, verbose=0).history["loss"]
 
     run()
+    step.keep_inputs = kept
     return run
 
 

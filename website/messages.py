@@ -2,7 +2,7 @@
 
 A heading of `docs/faq.md` that answers messages names the files that hold them, in a comment:
 
-    <!-- messages: tnt_jax/data tnt_jax/keras_compat/state/building.py -->
+    <!-- messages: tnt_jax/data tnt_jax/keras_compat/state/model_state.py -->
 
 The longest path that fits a file counts, so a folder stands for all files that no other heading
 names. The site shows the messages below the heading, where its search finds them.

@@ -16,8 +16,7 @@ from warned import kept_warnings
 
 from tnt_jax.train.checkpoints.checkpoint import Checkpoints, Position
 from tnt_jax.train.checkpoints.files import DamagedCheckpointError, _checksum_of_list
-from tnt_jax.train.state import create_state
-from tnt_jax.train.state_arrays import state_arrays
+from tnt_jax.train.state import create_state, state_arrays
 
 
 @pytest.fixture

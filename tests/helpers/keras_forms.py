@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 import tnt_jax as tnt
-from tnt_jax.train.state_arrays import state_arrays
+from tnt_jax.train.state import state_arrays
 
 ROWS, FEATURES, CLASSES = 12, 5, 3
 

@@ -15,8 +15,7 @@ import optax
 import tnt_jax as tnt
 from tnt_jax import _jax
 from tnt_jax.train.checkpoints.checkpoint import Checkpoints
-from tnt_jax.train.state import create_state
-from tnt_jax.train.state_arrays import state_arrays, with_arrays
+from tnt_jax.train.state import create_state, state_arrays, with_arrays
 from tnt_jax.train.steps.sharded_step import shardings
 
 CASE, DIRECTORY = sys.argv[1], Path(sys.argv[2])

@@ -15,7 +15,7 @@ from sharded_kinds import KINDS
 import tnt_jax as tnt
 from tnt_jax.train.checkpoints.arrays import HostArray, is_spread
 from tnt_jax.train.checkpoints.checkpoint import Checkpoints
-from tnt_jax.train.state_arrays import state_arrays
+from tnt_jax.train.state import state_arrays
 
 SIZE = 8
 

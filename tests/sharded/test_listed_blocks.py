@@ -11,7 +11,7 @@ from training import assert_close
 
 import tnt_jax as tnt
 from tnt_jax import models
-from tnt_jax.train.state_arrays import state_arrays
+from tnt_jax.train.state import state_arrays
 
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 11, (22, 6))

@@ -15,7 +15,7 @@ from tnt_jax.adapters.linen import LinenAdapter
 from tnt_jax.adapters.nnx import NnxAdapter
 from tnt_jax.distributed.sums.random_rows import batch_key
 from tnt_jax.sharded.pipeline.pipeline import Pipeline, pipelined
-from tnt_jax.train.state_arrays import state_arrays
+from tnt_jax.train.state import state_arrays
 
 ROWS = 6
 TOKENS = np.random.default_rng(0).integers(0, 11, (ROWS, 7))

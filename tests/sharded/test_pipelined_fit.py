@@ -8,7 +8,7 @@ from flax import linen as nn
 import tnt_jax as tnt
 from tnt_jax import _jax, models
 from tnt_jax.train.contracts import Batch
-from tnt_jax.train.state_arrays import state_arrays
+from tnt_jax.train.state import state_arrays
 
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 11, (22, 6))

@@ -16,8 +16,7 @@ import pytest
 import tnt_jax
 from tnt_jax import _jax
 from tnt_jax.train.checkpoints.checkpoint import Checkpoints, Position
-from tnt_jax.train.state import create_state
-from tnt_jax.train.state_arrays import check_match, state_arrays, with_arrays
+from tnt_jax.train.state import check_match, create_state, state_arrays, with_arrays
 
 
 def make_state(*, scale=1.0, width=3, dtype=jnp.float32):
@@ -168,7 +167,7 @@ def test_another_number_of_devices_reads_the_same(tmp_path, devices, readers):
         import sys, numpy as np, jax, jax.numpy as jnp, optax, tnt_jax
         from tnt_jax import _jax
         from tnt_jax.train.checkpoints.checkpoint import Checkpoints
-        from tnt_jax.train.state_arrays import with_arrays
+        from tnt_jax.train.state import with_arrays
         from tnt_jax.train.state import create_state
         mesh = tnt_jax.init().mesh
         state = _jax.replicate(create_state({"w": jnp.arange(6.0)}, {}, optax.adam(0.1), seed=3), mesh)

@@ -21,7 +21,7 @@ from tnt_jax.distributed.sums.gradients import trace_grads
 from tnt_jax.train.contracts import Batch, LossTerm, StepParts
 from tnt_jax.train.state import create_state
 from tnt_jax.train.steps import step
-from tnt_jax.train.steps.kept_inputs import keep_inputs
+from tnt_jax.train.steps.step import keep_inputs
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(30, 6, 6, 4)).astype(np.float32), RNG.integers(0, 3, 30)

@@ -43,13 +43,6 @@ from tnt_jax._jax.compiling import (
     options_of_one_run,
 )
 from tnt_jax._jax.kept_programs import keep_programs_of_each_process
-from tnt_jax._jax.mapped import (
-    keep_all_but_gathered,
-    mapped_axes,
-    shard_map,
-    tracks_varying,
-    was_summed,
-)
 from tnt_jax._jax.memory import ProgramMemory, TracedProgram
 from tnt_jax._jax.processes import (
     await_disconnection,
@@ -90,16 +83,21 @@ from tnt_jax._jax.programs import (
     is_collective,
     jaxpr_as_fun,
     jaxprs_in_params,
+    keep_all_but_gathered,
     last_activations,
     line_of,
     looked_up,
     loop_sizes,
+    mapped_axes,
     needed_operands,
     new_variable,
     operations_of_products,
     run_equation,
+    shard_map,
     threefry2x32_p,
     threefry_prng_impl,
+    tracks_varying,
     unjitted,
+    was_summed,
     without_dead_code,
 )

@@ -22,7 +22,7 @@ from tnt_jax.sharded.gathering import Cut
 from tnt_jax.sharded.options import Axis, Rule, choose_axes, with_axis, with_fsdp
 from tnt_jax.sharded.pipeline.pipeline import Pipeline
 from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS, own_part
-from tnt_jax.train.state_arrays import is_array, state_arrays
+from tnt_jax.train.state import is_array, state_arrays
 
 # Where a boxed array of Linen lies in its box.
 _VALUE = "/value"

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 
 from tnt_jax import _jax
 from tnt_jax.sharded.pipeline.pipeline import Pipeline
-from tnt_jax.train.state_arrays import listed
+from tnt_jax.train.state import listed
 
 # The devices of one process are neighbours on the last axes, which communicate most.
 AXES = (_jax.DATA_AXIS, _jax.STAGE_AXIS, _jax.FSDP_AXIS, "tensor")

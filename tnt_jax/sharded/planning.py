@@ -22,8 +22,7 @@ from tnt_jax.train.execution import DeviceBatches
 from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.health.number_watch import NumberWatch
 from tnt_jax.train.memory_choice import TIMES, Attempt, Choice, local_bytes
-from tnt_jax.train.state import TrainState, descriptions
-from tnt_jax.train.state_arrays import state_arrays
+from tnt_jax.train.state import TrainState, descriptions, state_arrays
 from tnt_jax.train.steps.epoch_sums import zero_sums
 from tnt_jax.train.trainer import Trainer
 

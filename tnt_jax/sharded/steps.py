@@ -23,8 +23,7 @@ from tnt_jax.sharded.pipeline.pipeline import Pipeline
 from tnt_jax.sharded.pipelined_parts import PipelinedParts
 from tnt_jax.train.contracts import Apply, Batch, Measured, Parts, Steps
 from tnt_jax.train.finite import OnNaN
-from tnt_jax.train.state import TrainState, copied, create_state, updated
-from tnt_jax.train.state_arrays import state_arrays
+from tnt_jax.train.state import TrainState, copied, create_state, state_arrays, updated
 from tnt_jax.train.steps.data_parallel import fused_loops
 from tnt_jax.train.steps.global_step import WholeBatches, global_mesh
 from tnt_jax.train.steps.sharded_step import make_sharded_train_step

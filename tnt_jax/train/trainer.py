@@ -31,8 +31,7 @@ from tnt_jax.train.contracts import Batch, Hooks, Parts, Steps
 from tnt_jax.train.execution import DeviceBatches, InFlight, in_groups, stack
 from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.memory_choice import first_run
-from tnt_jax.train.state import TrainState, descriptions, moved
-from tnt_jax.train.state_arrays import state_arrays, with_arrays
+from tnt_jax.train.state import TrainState, descriptions, moved, state_arrays, with_arrays
 from tnt_jax.train.steps.global_step import row_sharding
 from tnt_jax.train.steps.step import make_predict_step
 

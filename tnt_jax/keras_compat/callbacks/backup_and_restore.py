@@ -20,7 +20,7 @@ from tnt_jax.launch.planning.fingerprint import fingerprint_line
 from tnt_jax.log import logger
 from tnt_jax.train.checkpoints.checkpoint import Checkpoints, OnSaveError, Position, Saved
 from tnt_jax.train.checkpoints.folders import OwnFolders
-from tnt_jax.train.state_arrays import digest, state_arrays, with_arrays
+from tnt_jax.train.state import digest, state_arrays, with_arrays
 
 
 class Fingerprint(Callback):

@@ -37,8 +37,7 @@ from tnt_jax.keras_compat.state.model_state import ModelState, only
 from tnt_jax.log import logger
 from tnt_jax.train.checkpoints.checkpoint import STEP_PREFIX, Checkpoints
 from tnt_jax.train.checkpoints.folders import OwnFolders
-from tnt_jax.train.state import TrainState
-from tnt_jax.train.state_arrays import state_arrays, without_accumulated
+from tnt_jax.train.state import TrainState, state_arrays, without_accumulated
 
 PathLike = str | os.PathLike[str]
 

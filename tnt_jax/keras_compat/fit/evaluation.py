@@ -7,9 +7,8 @@ from itertools import islice
 from typing import Any, Literal
 
 from tnt_jax.adapters.base import CallError
-from tnt_jax.data.opening import open_stream
 from tnt_jax.data.sources import Source
-from tnt_jax.data.streams import EpochStream, read_in_lockstep
+from tnt_jax.data.streams import EpochStream, open_stream, read_in_lockstep
 from tnt_jax.distributed import stopping
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.stopping import Points, SharedStop

@@ -14,9 +14,8 @@ import jax
 from tnt_jax.adapters.base import check_trains_the_same
 from tnt_jax.data.arguments import is_arrays, takes_batch_size
 from tnt_jax.data.elements import unpack
-from tnt_jax.data.opening import Meanwhile, open_stream
 from tnt_jax.data.sources import HostBatch, Source
-from tnt_jax.data.streams import EpochStream, read_in_lockstep
+from tnt_jax.data.streams import EpochStream, Meanwhile, open_stream, read_in_lockstep
 from tnt_jax.distributed import goodput, stopping
 from tnt_jax.distributed.elastic import link
 from tnt_jax.distributed.host import collectives

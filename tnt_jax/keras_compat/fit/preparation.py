@@ -30,9 +30,8 @@ from tnt_jax.keras_compat.fit.data_intake import DataArguments, require_targets,
 from tnt_jax.keras_compat.fit.hooks import Progress
 from tnt_jax.keras_compat.fit.resume import Resumption
 from tnt_jax.keras_compat.keras_objects import is_keras
-from tnt_jax.keras_compat.state.building import Builder, kinds
 from tnt_jax.keras_compat.state.core import Core
-from tnt_jax.keras_compat.state.model_state import ModelState
+from tnt_jax.keras_compat.state.model_state import Builder, ModelState, kinds
 from tnt_jax.log import logger
 from tnt_jax.sharded import ShardedSteps
 from tnt_jax.train.contracts import Batch

@@ -43,7 +43,7 @@ from tnt_jax.settings import PREEMPTED_EXIT_CODE, read_settings
 from tnt_jax.train.checkpoints.checkpoint import Position
 from tnt_jax.train.checkpoints.data_position import DataPosition, batches_done, describe_position
 from tnt_jax.train.contracts import Batch
-from tnt_jax.train.state_arrays import state_arrays, with_arrays, without_accumulated
+from tnt_jax.train.state import state_arrays, with_arrays, without_accumulated
 
 _DIR, _EVERY = "TNT_CHECKPOINT_DIR", "TNT_CHECKPOINT_EVERY"
 CHANGES = ("model", "optimizer", "learning_rate", "loss", "metrics", "data", "batch_size")

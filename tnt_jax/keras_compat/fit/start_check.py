@@ -21,8 +21,8 @@ import numpy as np
 
 from tnt_jax.cluster.devices import cpu_kind
 from tnt_jax.data.arguments import is_arrays
-from tnt_jax.data.opening import facts_of
 from tnt_jax.data.sources import Source
+from tnt_jax.data.streams import facts_of
 from tnt_jax.distributed.host.comparison import compare, name_processes
 from tnt_jax.distributed.joining import runtime
 from tnt_jax.distributed.joining.runtime import get_process_count
@@ -41,8 +41,7 @@ from tnt_jax.train.health.state_checksums import (
     replicated_arrays,
     replicated_paths,
 )
-from tnt_jax.train.state import TrainState
-from tnt_jax.train.state_arrays import state_arrays
+from tnt_jax.train.state import TrainState, state_arrays
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "tnt-jax")

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from tnt_jax.keras_compat.configuration import Recorded, config_of
 from tnt_jax.keras_compat.keras_objects import mask_of_outputs, snake_case
-from tnt_jax.train.steps.row_weights import match_ranks, weighted, where_rows
+from tnt_jax.train.steps.epoch_sums import match_ranks, weighted, where_rows
 
 EPSILON = 1e-7  # keras.config.epsilon(): keeps logarithms and quotients of probabilities finite.
 _SUM_TOLERANCE = 1e-2  # bfloat16 rounds a probability by up to 2**-9 of its size.

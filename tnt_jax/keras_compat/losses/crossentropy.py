@@ -17,7 +17,7 @@ from tnt_jax.keras_compat.losses.base import (
     kind_of_labels,
     of_one_dtype,
 )
-from tnt_jax.train.steps.row_weights import match_ranks
+from tnt_jax.train.steps.epoch_sums import match_ranks
 
 
 def crossentropy(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:

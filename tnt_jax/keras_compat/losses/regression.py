@@ -16,7 +16,7 @@ import optax
 from jax.typing import ArrayLike
 
 from tnt_jax.keras_compat.losses.base import EPSILON, LossFunctionWrapper, of_one_dtype
-from tnt_jax.train.steps.row_weights import match_ranks
+from tnt_jax.train.steps.epoch_sums import match_ranks
 
 
 def mean_squared_error(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:

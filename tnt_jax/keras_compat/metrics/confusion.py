@@ -15,7 +15,7 @@ from tnt_jax.keras_compat.configuration import config_of
 from tnt_jax.keras_compat.losses.base import EPSILON, at_least_float32, divide_no_nan, in_dtype
 from tnt_jax.keras_compat.metrics.base import Metric
 from tnt_jax.keras_compat.metrics.means import weigh
-from tnt_jax.train.steps.row_weights import match_ranks
+from tnt_jax.train.steps.epoch_sums import match_ranks
 
 TRUE_POSITIVES, FALSE_POSITIVES = "true_positives", "false_positives"
 TRUE_NEGATIVES, FALSE_NEGATIVES = "true_negatives", "false_negatives"

@@ -21,7 +21,7 @@ from tnt_jax.keras_compat.losses.base import (
 )
 from tnt_jax.keras_compat.metrics.base import Metric
 from tnt_jax.train.loops.context import weight_of_real_rows
-from tnt_jax.train.steps.row_weights import match_ranks
+from tnt_jax.train.steps.epoch_sums import match_ranks
 
 _TOTAL_AND_COUNT: dict[str, tuple[int, ...]] = {"total": (), "count": ()}
 

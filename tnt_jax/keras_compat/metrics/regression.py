@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 from tnt_jax.keras_compat.losses.base import EPSILON, divide_no_nan, in_dtype, of_one_dtype
 from tnt_jax.keras_compat.metrics.base import Metric
 from tnt_jax.keras_compat.metrics.means import MeanMetricWrapper, mean_sums, sum_of
-from tnt_jax.train.steps.row_weights import match_ranks
+from tnt_jax.train.steps.epoch_sums import match_ranks
 
 
 class RootMeanSquaredError(Metric):

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import jax
 
 from tnt_jax import _jax
-from tnt_jax.train.state_arrays import state_arrays
+from tnt_jax.train.state import state_arrays
 
 # What may stand between the path of a list and the number of a block.
 _SEPARATORS = ("_", "/", "")

@@ -19,7 +19,7 @@ from tnt_jax import _jax
 from tnt_jax.adapters.base import Applied
 from tnt_jax.sharded.blocks.tracing import Sources, loop_body, loop_operands, trace, variables_in
 from tnt_jax.train.contracts import Apply
-from tnt_jax.train.state_arrays import state_arrays
+from tnt_jax.train.state import state_arrays
 
 Remat = Literal["none", "dots", "full"]
 

@@ -26,7 +26,7 @@ from tnt_jax.sharded.blocks.tracing import (
     variables_in,
 )
 from tnt_jax.sharded.pipeline.schedules import axes_of, own_part
-from tnt_jax.train.state_arrays import state_arrays
+from tnt_jax.train.state import state_arrays
 
 
 def with_loop(function: Callable[[Any, Any], Any]) -> Callable[[Staged, Any], Any]:

@@ -20,7 +20,7 @@ from tnt_jax.sharded.blocks.tracing import variables_in
 from tnt_jax.sharded.pipeline.layers_loop import LayersLoop, Moving, example_of
 from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS, axes_of, gpipe, take
 from tnt_jax.train.contracts import Apply
-from tnt_jax.train.state_arrays import state_arrays
+from tnt_jax.train.state import state_arrays
 from tnt_jax.train.steps.micro_batches import MicroRows
 
 Schedule = Literal["gpipe", "1f1b"]

@@ -35,8 +35,7 @@ from tnt_jax.train.checkpoints.arrays import check_savable, read_shapes, spread_
 from tnt_jax.train.checkpoints.files import Content, DamagedCheckpointError, read_checkpoint
 from tnt_jax.train.checkpoints.folders import OwnFolders
 from tnt_jax.train.checkpoints.writer import Outcome, Writer, close_writer, writer_of
-from tnt_jax.train.state import TrainState
-from tnt_jax.train.state_arrays import state_arrays, without_accumulated
+from tnt_jax.train.state import TrainState, state_arrays, without_accumulated
 
 OnSaveError = Literal["warn", "raise"]
 STEP_PREFIX = "tnt_jax_step"

@@ -29,8 +29,7 @@ from tnt_jax.train.finite import (
     can_be_summed,
     scale_alone,
 )
-from tnt_jax.train.state import TrainState, copied
-from tnt_jax.train.state_arrays import listed, state_arrays
+from tnt_jax.train.state import TrainState, copied, listed, state_arrays
 from tnt_jax.train.steps.epoch_sums import num_local_rows, quotient
 from tnt_jax.train.steps.step import REPLICATED, differentiate
 

@@ -27,7 +27,7 @@ from tnt_jax.log import report_to_launcher
 from tnt_jax.settings import RECORD_MARK, Recording, TrialsDone
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.execution import local_rows
-from tnt_jax.train.state_arrays import digest
+from tnt_jax.train.state import digest
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy", "keras", "tensorflow")
 # Values whose signs are drawn at once.

@@ -16,8 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from tnt_jax import _jax
 from tnt_jax.job import Slot
-from tnt_jax.train.state import TrainState
-from tnt_jax.train.state_arrays import state_arrays
+from tnt_jax.train.state import TrainState, state_arrays
 
 # Knuth 1998, TAOCP 3, section 6.4; and the two factors of MurmurHash3's fmix32.
 _SPREAD, _FIRST, _SECOND = 2654435761, 0x85EBCA6B, 0xC2B2AE35

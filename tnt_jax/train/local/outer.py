@@ -34,8 +34,7 @@ from tnt_jax.train.local.fragments import (
     unpacked,
 )
 from tnt_jax.train.local.groups import Group, LocalSteps, join_group
-from tnt_jax.train.state import copied
-from tnt_jax.train.state_arrays import state_arrays
+from tnt_jax.train.state import copied, state_arrays
 
 Arrays = dict[str, jax.Array]
 # What sending and updating change.

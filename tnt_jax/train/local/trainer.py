@@ -27,8 +27,7 @@ from tnt_jax.train.contracts import Steps
 from tnt_jax.train.execution import DeviceBatches
 from tnt_jax.train.local.groups import Group, LocalSteps, join_group
 from tnt_jax.train.local.outer import OuterUpdates
-from tnt_jax.train.state import TrainState, copied
-from tnt_jax.train.state_arrays import state_arrays, with_arrays
+from tnt_jax.train.state import TrainState, copied, state_arrays, with_arrays
 from tnt_jax.train.steps.data_parallel import StepsOfSlice
 from tnt_jax.train.trainer import OF_GROUPS, Trainer
 

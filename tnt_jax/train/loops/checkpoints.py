@@ -15,7 +15,7 @@ from tnt_jax.job import Slot
 from tnt_jax.settings import Settings
 from tnt_jax.train.checkpoints.checkpoint import Checkpoints, OnSaveError
 from tnt_jax.train.loops.dataset import DistributedDataset
-from tnt_jax.train.state_arrays import by_path, check_match
+from tnt_jax.train.state import by_path, check_match
 
 _STATE = TypeVar("_STATE")
 # Those of `fit` in the same directory hold other notes.

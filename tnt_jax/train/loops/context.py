@@ -15,7 +15,7 @@ from tnt_jax.distributed.sums.fused_psum import psum
 from tnt_jax.distributed.sums.reduction import Reduction
 from tnt_jax.job import Slot
 from tnt_jax.train.contracts import Batch
-from tnt_jax.train.steps.row_weights import where_rows
+from tnt_jax.train.steps.epoch_sums import where_rows
 
 
 class SummedMetric(Protocol):

@@ -15,9 +15,8 @@ from tnt_jax.data.dispatch import as_source
 from tnt_jax.data.elements import unpack
 from tnt_jax.data.feed import Feed, make_put, rank_slice_of
 from tnt_jax.data.layout import ReadOptions
-from tnt_jax.data.opening import open_stream
 from tnt_jax.data.sources import HostBatch
-from tnt_jax.data.streams import EpochStream, only_full, read_in_lockstep
+from tnt_jax.data.streams import EpochStream, only_full, open_stream, read_in_lockstep
 from tnt_jax.distributed.joining.runtime import init
 from tnt_jax.distributed.liveness.phases import called, in_phase
 from tnt_jax.seeding import seed_or_default

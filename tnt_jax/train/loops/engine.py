@@ -35,7 +35,7 @@ from tnt_jax.train.memory_choice import (
     local_bytes,
     memory_limit,
 )
-from tnt_jax.train.state_arrays import digest, state_arrays
+from tnt_jax.train.state import digest, state_arrays
 from tnt_jax.train.steps.epoch_sums import num_local_rows
 from tnt_jax.train.steps.global_step import RealRows, divided, global_mesh, log_choice
 from tnt_jax.train.steps.step import compiled

@@ -24,9 +24,9 @@ from tnt_jax.train.loops.context import (
     tracing,
 )
 from tnt_jax.train.steps.epoch_sums import num_real_rows
-from tnt_jax.train.steps.kept_inputs import keep_inputs
 from tnt_jax.train.steps.micro_batches import in_passes, sums_of_passes
 from tnt_jax.train.steps.row_dependence import Free, dependences, is_by_row
+from tnt_jax.train.steps.step import keep_inputs
 
 
 def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:

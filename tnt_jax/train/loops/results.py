@@ -11,9 +11,8 @@ from tnt_jax import _jax
 from tnt_jax.distributed.sums.fused_psum import psum
 from tnt_jax.train.contracts import LossTerm
 from tnt_jax.train.loops.context import LossOfPass, StepContext, needs_arguments, require_step
-from tnt_jax.train.steps.epoch_sums import divide, quotient
+from tnt_jax.train.steps.epoch_sums import divide, quotient, weighted, where_rows
 from tnt_jax.train.steps.row_dependence import marked
-from tnt_jax.train.steps.row_weights import weighted, where_rows
 
 
 def compute_average_loss(per_row: Any, sample_weight: ArrayLike | None = None) -> jax.Array:

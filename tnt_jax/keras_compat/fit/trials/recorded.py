@@ -18,7 +18,7 @@ from tnt_jax.settings import TrialsDone
 from tnt_jax.train.checkpoints.checkpoint import Position
 from tnt_jax.train.execution import DeviceBatches
 from tnt_jax.train.health.recording import Recorder, changed_by_rounding, rounding_unit
-from tnt_jax.train.state_arrays import state_arrays
+from tnt_jax.train.state import state_arrays
 from tnt_jax.train.steps.step import own_statistics
 
 # Without an end: it is asked for a backup.
