@@ -163,21 +163,6 @@ def test_what_must_be_computed_at_once_is_compiled_so(use_ranks):
     assert ways.compiled == [None]
 
 
-def test_what_comes_again_in_passes_is_not_compiled_for_an_estimate_that_is_too_much(use_ranks):
-    use_ranks(1)
-    ways = Ways(of_pass, 1000, why_whole=lambda: "Passes are slow", comes_again=lambda: True)
-    again = [way._replace(why_whole=lambda: None, comes_again=lambda: False) for way in ways.ways]
-    choice = memory_choice.choose("asked", ways.ways + again, 700)
-    assert choice.rows_at_once == 50
-    assert ways.compiled == [50]
-    # What needs less with all rows at once comes first.
-    saving = Ways(lambda rows: 600, 600)
-    [less] = saving.ways
-    choice = memory_choice.choose("asked", [*ways.ways, less._replace(name="less"), *again], 700)
-    assert choice.rows_at_once is None
-    assert (ways.compiled, saving.compiled) == ([50], [None])
-
-
 def test_both_words_of_random_numbers_are_estimated(use_ranks):
     """Threefry computes two words for a number, which are combined where a mask is used."""
     use_ranks(1)

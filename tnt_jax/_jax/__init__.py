@@ -99,5 +99,6 @@ from tnt_jax._jax.programs import (
     tracks_varying,
     unjitted,
     was_summed,
+    with_features_last,
     without_dead_code,
 )

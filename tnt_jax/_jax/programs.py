@@ -4,12 +4,14 @@ import math
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from tnt_jax._jax.arrays import (
@@ -345,14 +347,11 @@ def bytes_of_products(jaxpr: Any) -> int:
     )
 
 
-def operations_of_products(jaxpr: Any, *, of_convolutions: bool = False) -> int:
-    """Returns the multiplications of products and convolutions; loops count each time.
-
-    If `of_convolutions`, those of convolutions alone.
-    """
+def operations_of_products(jaxpr: Any) -> int:
+    """Returns the multiplications of products and convolutions; loops count each time."""
     total = 0
     for equation, times in _with_times(jaxpr):
-        if equation.primitive.name == "dot_general" and not of_convolutions:
+        if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             shape = equation.invars[0].aval.shape
             products = math.prod(shape[dim] for dim in contracted)
@@ -415,6 +414,52 @@ def convolves(jitted: Any, *args: Any) -> bool:
 def convolutions_in(jaxpr: Any) -> list[Any]:
     """Returns the equations of convolutions in a program, and in those that it calls."""
     return [x for x in _equations(jaxpr) if x.primitive.name == "conv_general_dilated"]
+
+
+def with_features_last(program: Any) -> Any:
+    """Returns a program with the same results, whose convolutions have their features last.
+
+    So have those of programs that it calls. XLA's CPU compiler transposes operands likewise, as its
+    library takes no others, but outside loops alone.
+    """
+    return ClosedJaxpr(_with_features_last(program.jaxpr), program.consts)
+
+
+def _with_features_last(jaxpr: Any) -> Any:
+    equations = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "conv_general_dilated":
+            own, result = equations_on(partial(_convolve_features_last, equation), *equation.invars)
+            equations += own[:-1]
+            assert own[-1].outvars == [result]
+            equations.append(own[-1].replace(outvars=equation.outvars))
+        elif any(map(convolutions_in, jaxprs_in_params(equation.params))):
+            params = {name: _of_programs(value) for name, value in equation.params.items()}
+            equations.append(equation.replace(params=params))
+        else:
+            equations.append(equation)
+    return jaxpr.replace(eqns=equations)
+
+
+def _of_programs(value: Any) -> Any:
+    if type(value) in (tuple, list):
+        return type(value)(map(_of_programs, value))
+    if isinstance(value, ClosedJaxpr):
+        return with_features_last(value)
+    return _with_features_last(value) if isinstance(value, Jaxpr) else value
+
+
+def _convolve_features_last(equation: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    params = equation.params
+    of_lhs, of_rhs, of_out = params["dimension_numbers"]
+    last = lhs.ndim - 1
+    rows_first = (0, last, *range(1, last))
+    numbers = lax.ConvDimensionNumbers(rows_first, (last, last - 1, *range(last - 1)), rows_first)
+    lhs = lax.transpose(lhs, (of_lhs[0], *of_lhs[2:], of_lhs[1]))
+    rhs = lax.transpose(rhs, (*of_rhs[2:], of_rhs[1], of_rhs[0]))
+    out = equation.primitive.bind(lhs, rhs, **{**params, "dimension_numbers": numbers})
+    where = (of_out[0], *of_out[2:], of_out[1])
+    return lax.transpose(out, tuple(where.index(dim) for dim in range(lhs.ndim)))
 
 
 def unjitted(jitted: Any) -> Callable:

@@ -16,7 +16,7 @@ from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.shared_sums.joining import TARGET
 from tnt_jax.log import logger
 from tnt_jax.train.contracts import Parts, Steps
-from tnt_jax.train.execution import DeviceBatches, described_batch, one_by_one
+from tnt_jax.train.execution import DeviceBatches, described_batch
 from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.health.number_watch import NumberWatch
 from tnt_jax.train.state import TrainState
@@ -120,7 +120,7 @@ class CompiledSteps:
     ) -> None:
         self.parts = parts
         self.watch = NumberWatch(on_nan, parts, steps.mesh) if on_nan else None
-        self._platform, self._mesh = runtime.platform, steps.mesh
+        self._mesh = steps.mesh
         self._kept = kept
         self._arguments: Any = (parts, optimizer)
         self._options: Any = {"accumulation_steps": accumulation_steps, "on_nan": on_nan}
@@ -144,14 +144,7 @@ class CompiledSteps:
         if self._train_steps is None:
             fused = self._steps.fused
             assert fused is not None
-            steps = fused.train(*self._arguments, **self._options)
-            if self._platform == "cpu" and _jax.convolves(steps, state, sums, group.batch):
-                logger.info(
-                    "Steps run one by one: XLA's CPU convolutions are many times slower in a "
-                    "program of several steps."
-                )
-                steps = one_by_one(self._train_step)
-            self._train_steps = self._lasting(steps)
+            self._train_steps = self._lasting(fused.train(*self._arguments, **self._options))
         return self._train_steps
 
     def _lasting(self, step: Callable) -> Callable:

@@ -109,17 +109,6 @@ def stack(batches: list[Any]) -> Any:
     return jax.tree.map(lambda *arrays: np.stack(arrays), *batches)
 
 
-def one_by_one(step: Callable) -> Callable:
-    """Returns the function `(state, sums, batches) -> (state, sums)` that runs `step` in a loop."""
-
-    def steps(state: Any, sums: Any, batches: Any) -> tuple[Any, Any]:
-        for index in range(len(jax.tree.leaves(batches)[0])):
-            state, sums = step(state, sums, jax.tree.map(lambda x, index=index: x[index], batches))
-        return state, sums
-
-    return steps
-
-
 def scanned(step: Callable, sharding: NamedSharding | None) -> Callable:
     """Returns the jitted `(params, model_state, sums, batches) -> sums` of an evaluation step."""
     plain_step = _jax.unjitted(step)

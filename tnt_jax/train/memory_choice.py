@@ -9,6 +9,7 @@ it: `first_run` finds that out.
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -40,8 +41,7 @@ class Way(NamedTuple):
         program: From the most rows of a pass, or None for all, to the program.
         beside: Bytes of `floor` that are held beside operands.
         num_rows: Rows of a rank, if several passes are asked for; else None.
-        why_whole: Returns why all rows are computed at once; None if they need not.
-        comes_again: Returns whether it comes again, for several passes.
+        why_whole: Returns why all rows must be computed at once; None if they need not.
     """
 
     name: str
@@ -51,7 +51,6 @@ class Way(NamedTuple):
     beside: int = 0
     num_rows: int | None = None
     why_whole: Callable[[], str | None] = lambda: None
-    comes_again: Callable[[], bool] = lambda: False
 
 
 class Attempt(NamedTuple):
@@ -160,19 +159,15 @@ TIMES = "Times are estimates, by the products of matrices and convolutions that 
 def choose(asked: str, ways: Iterable[Way], limit: int, *, looks_at_all: bool = False) -> Choice:
     """Returns the first way whose step fits; all processes must call it, and choose alike.
 
-    Ways come with the fastest first, and each is asked for when it is needed. One that was in one
-    pass at first may come again, for several. If `looks_at_all`,
+    Ways come with the fastest first, and each is asked for when it is needed. If `looks_at_all`,
     slower ways are estimated as well, and communication is counted. A ValueError, on every process,
     says that no step fits in `limit` bytes, for which an option `asked`.
     """
     attempts: list[tuple[Attempt, ...]] = []
-    in_one_pass: dict[str, Attempt] = {}
     ways = iter(ways)
-    for way in ways:
+    for way in chain([first := next(ways)], ways):
         try:
-            known = in_one_pass.get(way.name)
-            attempts.append(tuple(_attempts(way, limit, known, counts_sent=looks_at_all)))
-            in_one_pass.setdefault(way.name, attempts[-1][0])
+            attempts.append(tuple(_attempts(way, limit, counts_sent=looks_at_all)))
         except ValueError as error:
             if not attempts:
                 raise
@@ -180,13 +175,11 @@ def choose(asked: str, ways: Iterable[Way], limit: int, *, looks_at_all: bool = 
         if attempts[-1][-1].nbytes <= limit:
             break
     asks = len(attempts) > 1 or attempts[0][-1].nbytes > limit
-    problem = way.why_whole() if asks and way.num_rows is not None else None
+    problem = first.why_whole() if asks and first.num_rows is not None else None
     note = f". {problem}, so that all rows of a rank are computed at once" if problem else ""
     if attempts[-1][-1].nbytes <= limit:
-        known = {attempt.name for way in attempts for attempt in way}
-        others = {x.name: x for x in map(_estimated, ways if looks_at_all else ())}
-        slower = tuple(x for name, x in others.items() if name not in known)
-        return Choice(asked, tuple(attempts), limit, note, slower)
+        others = list(map(_estimated, ways)) if looks_at_all else []
+        return Choice(asked, tuple(attempts), limit, note, tuple(others))
     ends = (x for way in attempts for x in (*way[:1], *way[-1:]))
     tried = "; ".join(map(str, dict.fromkeys(ends)))
     largest = [x.largest for way in attempts for x in way if x.largest]
@@ -214,12 +207,8 @@ def _estimated(way: Way) -> Attempt:
     return Attempt(_name(way, None), nbytes, False, operations=program.operations())
 
 
-def _attempts(
-    way: Way, limit: int, in_one_pass: Attempt | None, *, counts_sent: bool
-) -> list[Attempt]:
+def _attempts(way: Way, limit: int, *, counts_sent: bool) -> list[Attempt]:
     """Returns the steps of a way that were compiled; the last one fits if any does.
-
-    All rows at once are looked at unless it is known already what they need.
 
     The memory of a pass grows with its rows. The next number of rows is where the line through the
     last passes, or one and what does not depend on rows, meets the limit. At first, all rows are
@@ -230,14 +219,14 @@ def _attempts(
         name = f"{way.name or 'one pass'} (state and batches alone)"
         return [Attempt(name, floor, is_compiled=False)]
     num_rows, zero = way.num_rows or 1, (0, floor + _agreed(way.grads))
-    whole: _jax.TracedProgram | None = None
+    whole = way.program(None)
     tried: list[Attempt] = []
     passes: list[tuple[int, float]] = []
 
     def look(rows: int) -> bool:
         """Compiles passes of some rows; returns whether they fit."""
         most = None if rows == num_rows else rows
-        program = way.program(most) if whole is None or most is not None else whole
+        program = whole if most is None else way.program(most)
         held = way.floor - way.beside
         memory = program.compile(held_bytes=held)
         nbytes = _agreed(memory.most_bytes(held) + way.beside)
@@ -262,23 +251,16 @@ def _attempts(
         line = passes[-2:] if len(passes) > 1 else [zero, *(passes or [(num_rows, needed)])]
         return equal_rows(num_rows, min(max(_rows_at(limit, *line), 1), upper))
 
+    needed: float = _agreed(floor + whole.estimate_bytes())
     is_whole = num_rows == 1 or zero[1] >= limit
-    needed, upper = 0.0, num_rows
-    if in_one_pass is not None:
-        if is_whole:
-            return [in_one_pass]
-        needed, upper = in_one_pass.nbytes, num_rows - 1
+    upper = num_rows
+    if needed <= limit or is_whole or way.why_whole():
+        if look(num_rows) or is_whole or way.why_whole():
+            return tried
+        upper, needed = num_rows - 1, tried[-1].nbytes
     else:
-        whole = way.program(None)
-        needed = _agreed(floor + whole.estimate_bytes())
-        if needed <= limit or is_whole or (way.why_whole() and not way.comes_again()):
-            if look(num_rows) or is_whole or way.why_whole():
-                return tried
-            upper, needed = num_rows - 1, tried[-1].nbytes
-        else:
-            tried.append(Attempt(_name(way, None), needed, False, operations=whole.operations()))
-            if way.comes_again():
-                return tried
+        unknown = Attempt(_name(way, None), needed, False, operations=whole.operations())
+        tried.append(unknown)
     while not look(rows := most_rows(upper)):
         if rows == 1 or (len(passes) > 1 and _rows_at(limit, *passes[-2:]) < 1):
             return tried

@@ -59,12 +59,6 @@ class _Form(NamedTuple):
         return _Form(name, options, self.sharding)
 
 
-# Up to 29 times slower (benchmarks/README.md#a-global-batch-larger-than-memory), so that
-# rematerialization takes less time if they are more than this share of the operations.
-_SLOW_IN_PASSES = "XLA's CPU convolutions are many times slower in passes"
-_SLOW_SHARE = 0.02
-
-
 # The models that have been used in this job.
 _on_devices = Slot[weakref.WeakSet["Core"]](weakref.WeakSet, lasts=True)
 
@@ -342,21 +336,7 @@ class Core:
                 self.step_parts(), shapes, rows, num_rows or 1, trainer.runtime.mesh
             )
 
-        @cache
-        def is_slow() -> bool:
-            """Returns whether several passes are possible, but slow."""
-            if (
-                num_rows is None
-                or trace is None
-                or trainer.runtime.platform != "cpu"
-                or why_whole()
-            ):
-                return False
-            jaxpr = trace().jaxpr.jaxpr
-            of_convolutions = _jax.operations_of_products(jaxpr, of_convolutions=True)
-            return of_convolutions > _SLOW_SHARE * _jax.operations_of_products(jaxpr)
-
-        def way_of(form: _Form, *, at_first: bool) -> memory_choice.Way:
+        def way_of(form: _Form) -> memory_choice.Way:
             here = form.options.on_mesh(job, form.sharding)
             steps, places = trainer.steps, state
             if not stays(form):
@@ -385,16 +365,10 @@ class Core:
             floor = memory_choice.local_bytes(places) + of_batch + waiting
             floor += steps.num_waiting * grads
 
-            def comes_again() -> bool:
-                return at_first and is_slow()
-
-            def why() -> str | None:
-                return why_whole() or (_SLOW_IN_PASSES if comes_again() else None)
-
-            has_failed = form is forms[0] and failed is not None and why() is None
+            has_failed = form is forms[0] and failed is not None and why_whole() is None
             asked_rows = None if has_failed else num_rows
             return memory_choice.Way(
-                form.name, floor, grads, program, waiting, asked_rows, why, comes_again
+                form.name, floor, grads, program, waiting, asked_rows, why_whole
             )
 
         def variants() -> Iterator[_Form]:
@@ -409,12 +383,9 @@ class Core:
                     yield form
 
         def ways() -> Iterator[memory_choice.Way]:
-            for at_first in (True, False):
-                for form in variants():
-                    looked_at.append(form)
-                    yield way_of(form, at_first=at_first)
-                if not is_slow():
-                    return
+            for form in variants():
+                looked_at.append(form)
+                yield way_of(form)
 
         try:
             choice = memory_choice.choose(asked, ways(), limit, looks_at_all=job.settings.plan)

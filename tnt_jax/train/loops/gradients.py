@@ -26,7 +26,7 @@ from tnt_jax.train.loops.context import (
 from tnt_jax.train.steps.epoch_sums import num_real_rows
 from tnt_jax.train.steps.micro_batches import in_passes, sums_of_passes
 from tnt_jax.train.steps.row_dependence import Free, dependences, is_by_row
-from tnt_jax.train.steps.step import keep_inputs
+from tnt_jax.train.steps.step import for_cpus
 
 
 def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
@@ -132,7 +132,7 @@ def _differentiate(
 
 
 def _traced_grads(objective: Callable, params: Any, step: StepContext) -> tuple[Any, Any, Any]:
-    rewrite = partial(keep_inputs, step=step.step) if step.platform == "cpu" else None
+    rewrite = partial(for_cpus, step=step.step) if step.platform == "cpu" else None
     return trace_grads(jax.value_and_grad(objective, has_aux=True), params, rewrite=rewrite)
 
 

@@ -159,7 +159,7 @@ def differentiate(
         return trace_grads(
             jax.value_and_grad(objective, has_aux=True),
             _jax.make_varying(state.params),
-            rewrite=partial(keep_inputs, step=state.step) if is_cpu else None,
+            rewrite=partial(for_cpus, step=state.step) if is_cpu else None,
         )
 
     if rows.num_parts == 1:
@@ -345,6 +345,11 @@ def _warn_of_statistics(model_state: Any, num_rows: int) -> None:
 def share_of_rows(batch: Batch, rows: jax.Array | float) -> jax.Array | None:
     """Returns this rank's share of the real rows of a global batch; None if all have as many."""
     return None if batch.mask is None else jnp.sum(batch.mask) / rows
+
+
+def for_cpus(traced: Any, step: jax.Array) -> Any:
+    """Returns a program with the results of `traced` that XLA's CPU compiler makes fast."""
+    return _jax.with_features_last(keep_inputs(traced, step))
 
 
 # The gradient of a kernel is a convolution of the transposed input. XLA fuses that transposition
