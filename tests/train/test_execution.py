@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import flax.linen as nn
+import jax
 import keras
 import numpy as np
 import optax
@@ -101,14 +102,23 @@ class Convolving(nn.Module):
         return nn.Dense(3)(nn.Dropout(0.3, deterministic=not train)(x.reshape(len(x), -1)))
 
 
-@pytest.mark.long
-def test_several_steps_of_convolutions_are_one_program(use_ranks):
+class FeaturesFirst(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (3, 1, 3))
+        x = jax.lax.conv(x[:, None], kernel, (1,), "SAME")
+        return nn.Dense(3)(nn.Dropout(0.3, deterministic=not train)(x.reshape(len(x), -1)))
+
+
+# Evaluation does not transpose operands, and runs step by step where features come first.
+@pytest.mark.parametrize(("module", "num_groups"), [(Convolving(), 3), (FeaturesFirst(), 7)])
+def test_several_steps_of_convolutions_are_one_program(use_ranks, module, num_groups):
     use_ranks(2)
-    expected, expected_history = fit(Convolving(), "sgd", 51)
-    model, history = fit(Convolving(), "sgd", 51, compile_options={"steps_per_execution": 3})
+    expected, expected_history = fit(module, "sgd", 51)
+    model, history = fit(module, "sgd", 51, compile_options={"steps_per_execution": 3})
     seen = InferenceBatches()
     infer(model, *make_data(51)[:2], seen)
-    assert len(seen.losses) == 7
+    assert len(seen.losses) == num_groups
     assert hasattr(model._trainer.programs._train_steps, "lower")
     assert_close(model.variables, expected.variables)
     assert_close(history, expected_history)

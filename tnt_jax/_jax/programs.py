@@ -406,9 +406,12 @@ def _maker_of(jaxpr: Any, var: Any) -> tuple[str, Any, Any]:
     return "", None, var
 
 
-def convolves(jitted: Any, *args: Any) -> bool:
-    """Returns whether a jitted function, which is traced for it, contains a convolution."""
-    return bool(convolutions_in(jitted.trace(*args).jaxpr.jaxpr))
+def convolves_otherwise(jitted: Any, *args: Any) -> bool:
+    """Returns whether a traced jitted function has a convolution whose features are not last."""
+    return any(
+        equation.params["dimension_numbers"] != _features_last(equation.outvars[0].aval.ndim)
+        for equation in convolutions_in(jitted.trace(*args).jaxpr.jaxpr)
+    )
 
 
 def convolutions_in(jaxpr: Any) -> list[Any]:
@@ -449,12 +452,16 @@ def _of_programs(value: Any) -> Any:
     return _with_features_last(value) if isinstance(value, Jaxpr) else value
 
 
+def _features_last(ndim: int) -> lax.ConvDimensionNumbers:
+    last = ndim - 1
+    rows_first = (0, last, *range(1, last))
+    return lax.ConvDimensionNumbers(rows_first, (last, last - 1, *range(last - 1)), rows_first)
+
+
 def _convolve_features_last(equation: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     params = equation.params
     of_lhs, of_rhs, of_out = params["dimension_numbers"]
-    last = lhs.ndim - 1
-    rows_first = (0, last, *range(1, last))
-    numbers = lax.ConvDimensionNumbers(rows_first, (last, last - 1, *range(last - 1)), rows_first)
+    numbers = _features_last(lhs.ndim)
     lhs = lax.transpose(lhs, (of_lhs[0], *of_lhs[2:], of_lhs[1]))
     rhs = lax.transpose(rhs, (*of_rhs[2:], of_rhs[1], of_rhs[0]))
     out = equation.primitive.bind(lhs, rhs, **{**params, "dimension_numbers": numbers})

@@ -137,8 +137,7 @@ class Timed(NamedTuple):
     def is_of_small_batches(self) -> bool:
         """Returns whether a step takes nearly as long with half of its rows; all must ask.
 
-        Only then is it worth a trial to let several steps share a program: loops of large
-        convolutions take many times as long on CPUs.
+        Only then is it worth a trial to let several steps share a program.
         """
         if "half the rows" not in self.seconds:
             return False

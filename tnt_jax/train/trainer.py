@@ -636,11 +636,11 @@ def steps_per_program(trainer: Trainer, wanted: int, batch: Batch) -> int:
     """Returns how many steps of evaluation share a program: as wanted, but 1 where that is slow."""
     if wanted == 1 or trainer.steps.fused is None or trainer.runtime.platform != "cpu":
         return wanted
-    # As in training: XLA's CPU convolutions are many times slower in a program of several steps.
+    # Training gives all convolutions their features last; others are many times slower in loops.
     state = trainer.require_state()
     inputs = trainer.put(batch.inputs)
-    is_slow = _jax.convolves(trainer.predict_step, state.params, state.model_state, inputs, _FIRST)
-    return 1 if is_slow else wanted
+    operands = (state.params, state.model_state, inputs, _FIRST)
+    return 1 if _jax.convolves_otherwise(trainer.predict_step, *operands) else wanted
 
 
 def trace_outputs(trainer: Trainer, batch: Batch) -> tuple[Any, Any]:
