@@ -433,9 +433,10 @@ def _with_features_last(jaxpr: Any) -> Any:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "conv_general_dilated":
             own, result = equations_on(partial(_convolve_features_last, equation), *equation.invars)
-            equations += own[:-1]
             assert own[-1].outvars == [result]
-            equations.append(own[-1].replace(outvars=equation.outvars))
+            own[-1] = own[-1].replace(outvars=equation.outvars)
+            # Errors and profiles name the user's line.
+            equations += [each.replace(source_info=equation.source_info) for each in own]
         elif any(map(convolutions_in, jaxprs_in_params(equation.params))):
             params = {name: _of_programs(value) for name, value in equation.params.items()}
             equations.append(equation.replace(params=params))
