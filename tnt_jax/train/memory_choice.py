@@ -187,8 +187,7 @@ def choose(asked: str, ways: Iterable[Way], limit: int, *, looks_at_all: bool = 
     raise ValueError(
         f"{asked} found no way to compute a step that fits the {in_units(limit)} of a device: "
         f"{tried}{note}{most}. Use more devices, a smaller global batch, "
-        "more virtual_ranks where results are reproducible, remat='full', "
-        "precision='mixed_bfloat16', or a mesh with an axis 'tensor' or 'stage' "
+        "remat='full', precision='mixed_bfloat16', or a mesh with an axis 'tensor' or 'stage' "
         "(docs/larger_models.md). TNT_DEVICE_MEMORY sets the limit."
     )
 

@@ -389,9 +389,13 @@ class Core:
 
         try:
             choice = memory_choice.choose(asked, ways(), limit, looks_at_all=job.settings.plan)
-        except ValueError:
+        except ValueError as error:
             self._take(before, None)
             self.compile_steps()
+            if self.options.reproducible:
+                raise ValueError(
+                    f"{error} More virtual_ranks compute fewer rows at once."
+                ) from error
             raise
         if failed is None:
             logger.info("%s.", choice)
