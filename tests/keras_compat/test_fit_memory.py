@@ -633,6 +633,11 @@ def test_convolutions_take_passes(use_ranks, monkeypatch):
     assert names[0] == "one pass"
     assert " passes of " in names[1]
     assert_close(*histories)
+    # XLA's CPU library takes a convolution within a loop in this form alone.
+    text = model.lowered_text(x, np.arange(64) % 5, batch_size=64)
+    form = "dim_numbers = [b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]"
+    assert text.count("stablehlo.convolution") == text.count(form) > 8
+    assert "stablehlo.while" in text
 
 
 def test_several_processes_compute_fewer_rows_where_one_lacks_memory(use_ranks, monkeypatch):
