@@ -572,7 +572,7 @@ def test_reproducible_steps_keep_their_bits(use_ranks, monkeypatch):
         np.testing.assert_array_equal(model.predict(x, **auto), whole.predict(x, **options))
         assert model.evaluate(x, y, **auto) == whole.evaluate(x, y, **options)
         chosen = model._core.memory_choice.chosen
-        assert chosen.name == "the rows of a virtual rank at once"
+        assert chosen.name == "one virtual rank at a time"
         needs[num_ranks] = chosen.nbytes
     # A chunk's activations, its gradients, parameters with momenta, and the batches that wait.
     params = sum(w.nbytes for w in model.get_weights())
@@ -584,7 +584,7 @@ def test_reproducible_steps_keep_their_bits(use_ranks, monkeypatch):
 
     monkeypatch.setenv("TNT_DEVICE_MEMORY", f"{needs[4] - 1}B")
     use_ranks(4)
-    with pytest.raises(ValueError, match="More virtual_ranks compute fewer rows at once"):
+    with pytest.raises(ValueError, match="Use more virtual_ranks"):
         new_model().fit(x, y, **auto)
     new_model(virtual_ranks=8).fit(x, y, **auto)
 

@@ -75,7 +75,7 @@ from tnt_jax._jax.programs import (
     communicates,
     computes_in_half,
     convolutions_in,
-    convolves_otherwise,
+    convolves_slowly_in_loops,
     define_prng_impl,
     draws_in,
     equations_on,

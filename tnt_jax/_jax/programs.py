@@ -406,8 +406,8 @@ def _maker_of(jaxpr: Any, var: Any) -> tuple[str, Any, Any]:
     return "", None, var
 
 
-def convolves_otherwise(jitted: Any, *args: Any) -> bool:
-    """Returns whether a traced jitted function has a convolution whose features are not last."""
+def convolves_slowly_in_loops(jitted: Any, *args: Any) -> bool:
+    """Returns whether a jitted function, which is traced, convolves with features not last."""
     return any(
         equation.params["dimension_numbers"] != _features_last(equation.outvars[0].aval.ndim)
         for equation in convolutions_in(jitted.trace(*args).jaxpr.jaxpr)

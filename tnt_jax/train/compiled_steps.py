@@ -12,7 +12,6 @@ from jax import export
 from jax.sharding import Mesh
 
 from tnt_jax import _jax
-from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.shared_sums.joining import TARGET
 from tnt_jax.log import logger
 from tnt_jax.train.contracts import Parts, Steps
@@ -109,7 +108,6 @@ class CompiledSteps:
 
     def __init__(
         self,
-        runtime: Runtime,
         steps: Steps,
         parts: Parts,
         optimizer: optax.GradientTransformation,

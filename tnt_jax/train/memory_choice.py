@@ -26,6 +26,11 @@ from tnt_jax.train.steps.micro_batches import rows_of_pass, unit_of
 
 # The option that asks for a choice of passes.
 MICRO_BATCH = 'tnt_micro_batch_size="auto"'
+# What helps where no step fits.
+REMEDIES = (
+    "Use more devices, a smaller global batch, remat='full', precision='mixed_bfloat16', or a mesh "
+    "with an axis 'tensor' or 'stage' (docs/larger_models.md)"
+)
 # Below this share of the limit it is worth a compilation to look for a larger pass.
 _MUCH_SPACE = 0.85
 
@@ -156,12 +161,19 @@ class Choice(NamedTuple):
 TIMES = "Times are estimates, by the products of matrices and convolutions that a step computes"
 
 
-def choose(asked: str, ways: Iterable[Way], limit: int, *, looks_at_all: bool = False) -> Choice:
+def choose(
+    asked: str,
+    ways: Iterable[Way],
+    limit: int,
+    *,
+    looks_at_all: bool = False,
+    remedies: str = REMEDIES,
+) -> Choice:
     """Returns the first way whose step fits; all processes must call it, and choose alike.
 
     Ways come with the fastest first, and each is asked for when it is needed. If `looks_at_all`,
     slower ways are estimated as well, and communication is counted. A ValueError, on every process,
-    says that no step fits in `limit` bytes, for which an option `asked`.
+    says that no step fits in `limit` bytes, for which an option `asked`, and names remedies.
     """
     attempts: list[tuple[Attempt, ...]] = []
     ways = iter(ways)
@@ -186,9 +198,7 @@ def choose(asked: str, ways: Iterable[Way], limit: int, *, looks_at_all: bool = 
     most = f". Most of the last step is taken by {'; '.join(largest[-1])}" if largest else ""
     raise ValueError(
         f"{asked} found no way to compute a step that fits the {in_units(limit)} of a device: "
-        f"{tried}{note}{most}. Use more devices, a smaller global batch, "
-        "remat='full', precision='mixed_bfloat16', or a mesh with an axis 'tensor' or 'stage' "
-        "(docs/larger_models.md). TNT_DEVICE_MEMORY sets the limit."
+        f"{tried}{note}{most}. {remedies}. TNT_DEVICE_MEMORY sets the limit."
     )
 
 

@@ -236,7 +236,6 @@ class Trainer:
             self.traced = Kept()
         self._reopens = False
         self.programs = CompiledSteps(
-            self.runtime,
             self.steps,
             parts,
             optimizer,
@@ -374,7 +373,6 @@ class Trainer:
             return None
         steps = steps_of(job)
         programs = CompiledSteps(
-            job,
             steps,
             self.programs.parts,
             self._optimizer,
@@ -640,7 +638,7 @@ def steps_per_program(trainer: Trainer, wanted: int, batch: Batch) -> int:
     state = trainer.require_state()
     inputs = trainer.put(batch.inputs)
     operands = (state.params, state.model_state, inputs, _FIRST)
-    return 1 if _jax.convolves_otherwise(trainer.predict_step, *operands) else wanted
+    return 1 if _jax.convolves_slowly_in_loops(trainer.predict_step, *operands) else wanted
 
 
 def trace_outputs(trainer: Trainer, batch: Batch) -> tuple[Any, Any]:

@@ -59,6 +59,13 @@ class _Form(NamedTuple):
         return _Form(name, options, self.sharding)
 
 
+# What helps where a step with `reproducible=True` does not fit.
+_OF_VIRTUAL_RANKS = (
+    "Use more virtual_ranks, which compute fewer rows at once, a smaller global batch, "
+    "remat='full', or precision='mixed_bfloat16' (docs/reproducibility.md)"
+)
+
+
 # The models that have been used in this job.
 _on_devices = Slot[weakref.WeakSet["Core"]](weakref.WeakSet, lasts=True)
 
@@ -271,7 +278,7 @@ class Core:
         """Returns the ways to compute a step without rematerialization, the fastest first."""
         options, own, num_ranks = self._used, self._sharding, runtime.init().num_ranks
         if options.reproducible:  # Another program rounds differently.
-            return [_Form("the rows of a virtual rank at once", options, None)]
+            return [_Form("one virtual rank at a time", options, None)]
         meshes = planning.candidates(runtime.init().mesh.size)
         name = planning.name_of(meshes[0]) if self.has_open_mesh else ""
         forms = [_Form(name, options, None if self.has_open_mesh else own)]
@@ -303,6 +310,7 @@ class Core:
         """
         trainer, compilation, job = self.trainer, self.require_compiled(), runtime.init()
         limit = self._memory_limit() if failed is None else int(failed.nbytes) - 1
+        remedies = _OF_VIRTUAL_RANKS if self.options.reproducible else memory_choice.REMEDIES
         state, placed = trainer.require_state(), trainer.put(batch)
         functions, transformation = self.functions, compilation.transformation
         assert functions is not None and transformation is not None
@@ -388,14 +396,12 @@ class Core:
                 yield way_of(form)
 
         try:
-            choice = memory_choice.choose(asked, ways(), limit, looks_at_all=job.settings.plan)
-        except ValueError as error:
+            choice = memory_choice.choose(
+                asked, ways(), limit, looks_at_all=job.settings.plan, remedies=remedies
+            )
+        except ValueError:
             self._take(before, None)
             self.compile_steps()
-            if self.options.reproducible:
-                raise ValueError(
-                    f"{error} More virtual_ranks compute fewer rows at once."
-                ) from error
             raise
         if failed is None:
             logger.info("%s.", choice)

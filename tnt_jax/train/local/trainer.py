@@ -212,7 +212,7 @@ class GroupTrainer(Trainer):
             assert optimizer is not None, "compile() comes first."
             self._optimizer = optimizer
             compiled = self._compiled = CompiledSteps(
-                self.runtime, self.steps, parts, optimizer, accumulation_steps=1, on_nan=None
+                self.steps, parts, optimizer, accumulation_steps=1, on_nan=None
             )
         return compiled
 
