@@ -135,6 +135,14 @@ def test_a_plan_says_what_a_pipeline_costs(use_ranks, monkeypatch, caplog):
     assert f"{expected}." in caplog.messages
 
 
+def test_a_plan_counts_the_sums_of_a_reproducible_step(four_ranks, monkeypatch, capsys):
+    text, state = planned(monkeypatch, capsys, reproducible=True, virtual_ranks=4)
+    # The gradients and a few numbers, by pairs of ranks and by pairs of pairs.
+    found = re.search(r"x all-reduce, ([\d.]+) KiB; a device sends ([\d.]+) KiB", text).groups()
+    expected = 2 * local_bytes(state.params) / 1024
+    assert list(map(float, found)) == pytest.approx([expected] * 2, abs=0.2)
+
+
 def test_one_device_communicates_nothing(use_ranks, monkeypatch, capsys):
     use_ranks(1)
     text, state = planned(monkeypatch, capsys)

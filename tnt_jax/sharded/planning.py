@@ -14,7 +14,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
-from tnt_jax.distributed.sums.hlo import Traffic, in_units, largest_arrays, read_traffic
+from tnt_jax.distributed.sums.hlo import (
+    Traffic,
+    in_units,
+    largest_arrays,
+    read_traffic,
+    split_programs,
+)
 from tnt_jax.log import logger
 from tnt_jax.sharded.options import MeshAxes
 from tnt_jax.train.contracts import Batch, Parts
@@ -170,7 +176,7 @@ def plan_step(
         [x._replace(path=path.removeprefix("params/")) for path, x in params.items()],
         [x for path, x in arrays.items() if path not in params],
         StepMemory.of(_jax.ProgramMemory.of(compiled), state),
-        read_traffic(compiled.as_text()),
+        [x for text in split_programs(compiled.as_text()) for x in read_traffic(text)],
         notes,
     )
 
