@@ -211,7 +211,7 @@ def refuse(name, call, text):
     texts = tnt.all_gather(np.frombuffer(told[:100].ljust(100).encode(), np.uint8))
     assert (texts == texts[0]).all(), (name, told)
     assert text in told, (name, told)
-    assert took_s < 30, (name, took_s)
+    assert took_s < 10, (name, took_s)
     print("refused", name, flush=True)
 
 
@@ -224,6 +224,8 @@ def stop(name, callback, num_steps):
     print("stopped", name, flush=True)
 
 
+# What Keras imports for its first model takes seconds, which are not those of a refusal.
+tnt.Model(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])).predict(x, verbose=0)
 for name, (call, text) in CASES.items():
     refuse(name, call, text)
 for name, (callback, num_steps) in STOPS.items():
