@@ -34,6 +34,8 @@ is_first = not joins and os.environ.get("TNT_RESTART_COUNT", "0") == "0"
 def meet(moment):
     """Lets this process, if it was started first, meet its fate at a moment."""
     if options.get("fates", {}).get(str(rank)) == moment and is_first:
+        if "vanishes" in options:
+            os.rename(options["vanishes"], options["vanishes"] + "-gone")
         if options.get("signal") == "host":
             os.kill(os.getppid(), signal.SIGKILL)  # With its supervisor the host is lost.
         if options.get("signal") in ("host", "hang"):
@@ -139,12 +141,12 @@ _alone = {}
 def train(run, script, tmp_path):
     """Trains in a job; returns its exit code, the launcher's text and what each process got."""
 
-    def train(*arguments, environ=None, **options):
+    def train(*arguments, environ=None, cwd=None, **options):
         folder = tmp_path / "out"
         folder.mkdir(exist_ok=True)
         given = json.dumps({"out": str(folder), **options})
         words = ["--no-gpu", *arguments, "--", script(SCRIPT, "train.py"), given]
-        code, _, err = run(*words, timeout=200, environ=environ)
+        code, _, err = run(*words, timeout=200, environ=environ, cwd=cwd)
         found = {}
         for file in folder.glob("*.npz"):
             weights = np.load(file)
@@ -340,6 +342,19 @@ def test_losses_in_two_fits_are_survived_and_a_replacement_skips_the_first(train
     code, err, found = train("-n", 3, "--elastic", waits=3, **options)
     assert code == 0, err
     check_alike(found, alone(fits=2))
+
+
+def test_a_replacement_that_cannot_be_started_is_named_and_the_others_train_on(
+    train, alone, tmp_path
+):
+    (cwd := tmp_path / "cwd").mkdir()
+    fates = {"1": "step 11 of fit 0"}
+    code, err, found = train("-n", 2, "--elastic", cwd=cwd, vanishes=str(cwd), fates=fates)
+    assert code == 0, err
+    why = "cannot be started: [Errno 2] No such file or directory"
+    assert f"Process 1 on localhost, which was to join, {why}" in err
+    assert "Process 1 on localhost is left out from here on." in err
+    check_alike({0: found[0]}, alone())
 
 
 @pytest.mark.long

@@ -201,7 +201,6 @@ def test_options_that_contradict_ray_are_refused(argv, message):
             ("scale", "--ranks", "1", "2", "--elastic", "--", "train.py"),
             "--elastic cannot be used with tnt-jax scale",
         ),
-        (("--ray", "-n", "2", "--elastic", "train.py"), "which --ray does not offer"),
     ],
 )
 def test_an_elastic_job_where_there_can_be_none_is_refused(argv, message):

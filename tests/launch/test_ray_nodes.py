@@ -2,13 +2,16 @@
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from ray_clusters import await_nothing_left
+from ray_clusters import await_nothing_left, ray_cluster_of
 
 from tnt_jax.launch.planning.options import parse_options
 from tnt_jax.launch.remote.hosts import taking_hosts
@@ -29,22 +32,28 @@ time.sleep(600)
 
 
 @pytest.fixture
-def launcher(ray_cluster, tmp_path):
+def launcher(launcher_of, ray_cluster):
     """Starts `tnt-jax --ray` with a script, on the tests' cluster; returns the running program."""
+    return launcher_of(ray_cluster)
+
+
+@pytest.fixture
+def launcher_of(tmp_path):
+    """Returns such a function for any cluster."""
     started = []
 
-    def start(script, *options):
+    def start(cluster, script, *options, arguments=()):
         path = tmp_path / "script.py"
         path.write_text(script)
-        words = ["--ray", "--ray-address", ray_cluster.address, "--no-gpu", *map(str, options)]
+        words = ["--ray", "--ray-address", cluster.address, "--no-gpu", *map(str, options)]
         program = subprocess.Popen(
-            [sys.executable, "-m", "tnt_jax.launch", *words, "--", str(path)],
+            [sys.executable, "-m", "tnt_jax.launch", *words, "--", path, *map(str, arguments)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
         )  # fmt: skip
         started.append(program)
         return program
 
-    yield start
+    yield lambda cluster: partial(start, cluster)
     for program in started:
         program.kill()
         program.wait()
@@ -95,15 +104,15 @@ def test_whatever_is_killed_nothing_stays_on_the_cluster(launcher, ray_cluster, 
     lines = await_lines(program, 2)
     assert [line[-2] for line in lines] == ["0", "1"]
     job_id = lines[0][-1]
-    socket = socket_of_relays(program)
-    assert socket.is_socket()
+    relays = socket_of_relays(program)
+    assert relays.is_socket()
     os.kill(victim(dies, program), signal.SIGKILL)
     code = program.wait(60)
     assert code == -signal.SIGKILL if dies == "launcher" else code not in (0, None)
     await_nothing_left(ray_cluster.address, job_id)
     assert sorted(path.name for path in tmp_path.glob("saved*")) == ["saved0", "saved1"]
     if dies != "broker":  # Which can remove nothing.
-        assert not socket.parent.exists()
+        assert not relays.parent.exists()
 
 
 def socket_of_relays(program):
@@ -211,6 +220,87 @@ def test_ranks_on_two_nodes_train_as_one_device(launcher, ray_cluster, tmp_path)
     (size, losses), (_, expected) = json.loads(out), json.loads(alone.stdout)
     assert size == 5
     assert losses == pytest.approx(expected, rel=1e-6)
+
+
+TRAINS = """
+import json, os, pathlib, signal, sys, time
+import flax.linen as nn, numpy as np, tnt_jax as tnt
+out, fate = pathlib.Path(sys.argv[1]), sys.argv[2]
+rank = os.environ.get("TNT_PROCESS_ID")
+planned, joins = int(os.environ.get("TNT_NUM_PROCESSES", 1)), "TNT_ELASTIC_JOINS" in os.environ
+class Fate(tnt.callbacks.Callback):
+    steps = 0
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+        if self.steps == 5 and not joins and fate != "none":
+            (out / f"trains{rank}").touch()
+            if fate == rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+        if fate == "node" and self.steps > 5:
+            time.sleep(0.5)
+        # A process that is to join finds the others in the middle.
+        if self.steps > 8 and tnt.get_process_count() < planned:
+            time.sleep(2)
+x = np.random.default_rng(0).normal(size=(45, 4)).astype("f4")
+model = tnt.Model(nn.Dense(1), seed=1)
+model.compile(tnt.optimizers.SGD(0.1), loss="mse")
+history = model.fit(
+    x, x.sum(1, keepdims=True), batch_size=10, epochs=9, verbose=0, callbacks=[Fate()]
+)
+text = json.dumps([tnt.get_size(), joins, history.history["loss"]])
+(out / f"{rank}.json").write_text(text)
+"""
+
+
+def check_elastic_job(program, folder, how):
+    """Checks that one of two processes was lost and another joined, with the result of one.
+
+    Returns the host of the one that was lost, and what the launcher said.
+    """
+    _, err = program.communicate(timeout=180)
+    assert program.returncode == 0, err
+    found = re.search(rf"process (\d) on (\S+) {how}", err)
+    assert found, err
+    lost, host = found.groups()
+    assert f"process {lost} joins on {host}" in err
+    subprocess.run(
+        [sys.executable, str(folder / "script.py"), str(folder), "none"],
+        check=True, timeout=120, env=one_device(),
+    )  # fmt: skip
+    size, _, expected = json.loads((folder / "None.json").read_text())
+    assert size == 1
+    for rank in range(2):
+        size, joins, losses = json.loads((folder / f"{rank}.json").read_text())
+        assert (size, joins) == (2, rank == int(lost))
+        assert losses == pytest.approx(expected, rel=1e-5)
+    return host, err
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_job_trains_on_without_a_process_and_another_joins(launcher, ray_cluster, tmp_path):
+    program = launcher(TRAINS, "-n", 2, "--elastic", arguments=[tmp_path, "1"])
+    host, _ = check_elastic_job(program, tmp_path, "was ended by signal 9")
+    assert host == socket.gethostname()
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_job_trains_on_without_a_node_and_another_takes_its_place(
+    launcher_of, tmp_path, wait_until
+):
+    small = {"num_cpus": 1, "object_store_memory": 100_000_000}
+    with ray_cluster_of(num_cpus=1) as cluster:
+        lost = cluster.add_node(**small)
+        cluster.wait_for_nodes()
+        words = ["-n", 2, "--elastic"]
+        program = launcher_of(cluster)(TRAINS, *words, arguments=[tmp_path, "node"])
+        wait_until(lambda: len(list(tmp_path.glob("trains*"))) == 2, timeout_s=90)
+        cluster.remove_node(lost, allow_graceful=False)
+        cluster.add_node(**small)
+        host, err = check_elastic_job(program, tmp_path, "is out of reach")
+        assert f"{host} has another node of Ray in its place" in err
 
 
 def one_device():

@@ -210,10 +210,13 @@ def hosts_of(entries: Sequence[HostEntry], facts: Mapping[str, Facts]) -> list[H
 def _connect(entry: HostEntry, options: Options) -> Connection:
     if entry.is_local:
         return Connection(entry.name, supervisor_command(), is_remote=False)
+    if entry.through == "ray":
+        returned = "has another node of Ray in its place"
+        return Connection(entry.name, entry.command, is_remote=True, returned=returned)
     if entry.through == "srun":
         command = srun_command(entry.name)
     else:
-        command = entry.command or ssh_command(entry.name, options.ssh_args)
+        command = ssh_command(entry.name, options.ssh_args)
     return Connection(entry.name, command, is_remote=True)
 
 

@@ -449,6 +449,8 @@ class Supervisor:
                 child = Child(process)
             except OSError as error:
                 self._send("refused", rank=process["rank"], reason=str(error))
+                if self._stays:  # The launcher decides whether the others go on.
+                    continue
                 self._stop(0.0)
                 return
             self._children[child.pid] = child

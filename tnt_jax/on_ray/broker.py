@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import os
+import select
 import shutil
 import signal
 import socket
@@ -50,13 +51,14 @@ class Reservation:
     """Resources that are reserved; without a placement group, none.
 
     Attributes:
-        actor_options: For each node the options of the actors there, one of which runs a program.
-        has_gpus: Whether each process has a GPU.
+        actor_options: For each node the options of the actors there, the first of which runs a
+            program.
+        bundles: For each node the bundles of the group there.
     """
 
     nodes: list[Node]
     actor_options: list[list[dict[str, Any]]]
-    has_gpus: bool
+    bundles: list[list[int]]
     group: Any = None
 
 
@@ -94,7 +96,7 @@ def reserve(
         for indices in by_node.values()
     ]
     nodes = [Node(names[key], len(indices)) for key, indices in by_node.items()]
-    return Reservation(nodes, options, has_gpus, group)
+    return Reservation(nodes, options, [*by_node.values()], group)
 
 
 def reserve_every_node(ray: Any) -> Reservation:
@@ -102,7 +104,7 @@ def reserve_every_node(ray: Any) -> Reservation:
     strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     names = _names(ray)
     options = [[{"num_cpus": 0, "scheduling_strategy": strategy(key, soft=False)}] for key in names]
-    return Reservation([Node(name, 1) for name in names.values()], options, has_gpus=False)
+    return Reservation([Node(name, 1) for name in names.values()], options, [[] for _ in names])
 
 
 def _await_group(
@@ -274,17 +276,56 @@ def _hold(ray: Any, wish: Wish, tell: Callable[[str], None]) -> tuple[Reservatio
             return held, doors
 
 
-@dataclass(frozen=True)
 class _Door:
-    """A node, as the launcher enters it: its actors, and a command with variables of its own.
+    """A node, as the launcher enters it: its actors, and the command that they run there.
 
     The GPUs of a node are given to as many actors as it has bundles. The first uses them all; the
     others must not be collected as garbage.
     """
 
-    actors: Sequence[Any]
-    command: Sequence[str]
-    variables: dict[str, str]
+    def __init__(
+        self, ray: Any, kind: Any, command: Sequence[str], held: Reservation, index: int
+    ) -> None:
+        self._ray, self._kind, self._command = ray, kind, list(command)
+        self._options, self._bundles = held.actor_options[index], held.bundles[index]
+        self._group = held.group
+        self._actors = self._made()
+        self._turn = threading.Lock()
+
+    def ask_gpus(self) -> list[Any]:
+        """Asks each actor, once it is there, for its GPUs."""
+        return [actor.visible_gpus.remote() for actor in self._actors]
+
+    def start(self, is_wanted: Callable[[], bool]) -> tuple[Any, int] | None:
+        """Starts the command; returns the actor that runs it, and the number of the start.
+
+        If the node has been lost, that waits until Ray has put its bundles on another one. Returns
+        None if it `is_wanted` no longer.
+        """
+        with self._turn:
+            try:
+                gpus = self._ray.get(self.ask_gpus())
+            except self._ray.exceptions.RayActorError:
+                self._actors = self._made()
+                gpus = self._ray.get(self.ask_gpus())
+                self._check_together()
+            if not is_wanted():
+                return None
+            first = self._actors[0]
+            visible = ",".join(filter(None, gpus))
+            variables = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+            return first, self._ray.get(first.start.remote(self._command, variables))
+
+    def _made(self) -> list[Any]:
+        return [self._kind.options(**each).remote() for each in self._options]
+
+    def _check_together(self) -> None:
+        """Raises a RuntimeError if Ray has spread the bundles of the node that was lost."""
+        if len(self._bundles) > 1:
+            places = self._ray.util.placement_group_table(self._group)["bundles_to_node_id"]
+            where = {node for bundle, node in places.items() if int(bundle) in self._bundles}
+            if len(where) > 1:
+                raise RuntimeError("Ray has put its processes on several nodes")
 
 
 def open_doors(ray: Any, held: Reservation, command: Sequence[str]) -> list[_Door] | None:
@@ -296,19 +337,14 @@ def open_doors(ray: Any, held: Reservation, command: Sequence[str]) -> list[_Doo
     ray.cloudpickle.register_pickle_by_value(node)
     groups = {"input": 1, "output": 1, "errors": 1}
     kind = ray.remote(concurrency_groups=groups, max_restarts=0)(node.Program)
-    actors = [[kind.options(**options).remote() for options in each] for each in held.actor_options]
-    asked = [[actor.visible_gpus.remote() for actor in each] for each in actors]
-    everyone = list(itertools.chain(*asked))
+    doors = [_Door(ray, kind, command, held, index) for index in range(len(held.nodes))]
+    everyone = list(itertools.chain(*(door.ask_gpus() for door in doors)))
     while ray.wait(everyone, num_returns=len(everyone), timeout=_LOOK_EVERY_S)[1]:
         group = held.group
         if group is not None and ray.util.placement_group_table(group)["state"] != "CREATED":
             ray.util.remove_placement_group(group)
             return None
-    visible = [",".join(ray.get(each)) for each in asked]
-    return [
-        _Door(each, command, {"CUDA_VISIBLE_DEVICES": gpus} if held.has_gpus else {})
-        for each, gpus in zip(actors, visible, strict=True)
-    ]
+    return doors
 
 
 def _serve(ray: Any, server: socket.socket, doors: Sequence[_Door]) -> None:
@@ -328,7 +364,7 @@ class _Channel:
         self._ray = ray
         self._peer = peer
         self._door = door
-        self._actor = door.actors[0]
+        self._actor: Any = None
         self._lock = threading.Lock()
 
     def run(self) -> None:
@@ -341,14 +377,22 @@ class _Channel:
         self._send(b"x", str(code).encode())
 
     def _run(self) -> int:
-        door = self._door
-        start = self._ray.get(self._actor.start.remote(list(door.command), door.variables))
+        started = self._door.start(self._is_open)
+        if started is None:
+            return 1
+        self._actor, start = started
         threading.Thread(target=self._carry_input, args=(start,), daemon=True).start()
         errors = threading.Thread(target=self._carry, args=(b"e", "errors"), daemon=True)
         errors.start()
         self._carry(b"o", "output")
         errors.join()
         return self._ray.get(self._actor.wait.remote())
+
+    def _is_open(self) -> bool:
+        """Returns whether the launcher still waits for the node."""
+        ends = select.poll()
+        ends.register(self._peer, select.POLLRDHUP)
+        return not ends.poll(0)
 
     def _carry_input(self, start: int) -> None:
         write = self._actor.write.options(concurrency_group="input")

@@ -470,11 +470,6 @@ def _check_elastic(given: argparse.Namespace, command: str) -> None:
             f"--elastic cannot be used with tnt-jax {command}, which ends with the first fit. "
             "Leave it out."
         )
-    if given.ray:
-        raise ValueError(
-            "--elastic needs hosts on which the launcher starts processes again, which --ray does "
-            "not offer. Leave one of the two out; --max-restarts starts the whole job again."
-        )
 
 
 def _export(text: str) -> tuple[str, str]:

@@ -153,15 +153,23 @@ class Connection:
     Attributes:
         is_remote: Whether there is a network in between, so that silence may mean that the host is
             lost.
+        returned: What is told of the host when it answers again after it was lost.
         finished: Whether the supervisor has reported that all processes have ended.
         heard_at: When its last message came, by `time.monotonic`.
         stdout: File descriptor of the supervisor's messages.
         stderr: That of the error output of ssh, the login scripts and the supervisor.
     """
 
-    def __init__(self, host: str, command: Sequence[str], *, is_remote: bool) -> None:
+    def __init__(
+        self,
+        host: str,
+        command: Sequence[str],
+        *,
+        is_remote: bool,
+        returned: str = "can be reached again",
+    ) -> None:
         self.host = host
-        self.is_remote = is_remote
+        self.is_remote, self.returned = is_remote, returned
         self.finished = False
         self.closed = False
         self._greeted = False

@@ -351,9 +351,14 @@ class Session:
             )
 
     def _on_refused(self, connection: Connection, message: Mapping[str, Any]) -> None:
-        self._fail(
-            1, f"Rank {message['rank']} cannot be started on {connection.host}: {message['reason']}"
-        )
+        rank, why = message["rank"], message["reason"]
+        if (membership := self._open_membership) is not None and membership.is_joining(rank):
+            # On a host that has come back, or on another one in its place.
+            self._running.pop(rank)
+            self._starting -= 1
+            membership.lost(rank, f"cannot be started: {why}")
+        else:
+            self._fail(1, f"Rank {rank} cannot be started on {connection.host}: {why}")
 
     def _on_output(self, connection: Connection, message: Mapping[str, Any]) -> None:
         data = message["data"].encode("latin-1")
@@ -456,7 +461,7 @@ class Session:
         self._connections[host] = connection = self._coming.pop(host)
         if connection.is_remote:
             connection.outbox.beat_for_ever()
-        say(f"{host} can be reached again.")
+        say(f"{host} {connection.returned}.")
 
     def _drop(self, connection: Connection | None) -> None:
         """Ends a connection between two turns, after which nobody listens to it."""
