@@ -89,6 +89,7 @@ def test_processes_equal_one(num_processes, alone, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_processes_of_two_devices_that_accumulate_equal_one(alone, tmp_path):
     together, _ = train(2, tmp_path, "accumulation", num_devices=2)
     assert len(together["accumulation"]) == 2

@@ -83,6 +83,7 @@ def test_two_processes_go_on_as_one_within_an_epoch(tmp_path):
     assert STEPS - 17 < whole["steps"] - STEPS < STEPS
 
 
+@pytest.mark.long  # tests/faults/test_resume_argument.py shows nearly the same in one process.
 @pytest.mark.multiprocess
 def test_a_killed_run_is_refused_to_another_rate_on_every_process(tmp_path):
     options = {"resume": str(tmp_path / "runs"), "out": str(tmp_path / "out.json")}

@@ -318,6 +318,7 @@ def test_a_process_that_is_lost_before_training_ends_the_job_with_the_reason(tra
     assert f"Process 1 on localhost was ended by signal 9 (SIGKILL). {expected}" in err
 
 
+@pytest.mark.long  # tests/launch/test_membership.py shows nearly the same.
 def test_a_stopped_process_is_lost_after_the_heartbeat(train, alone):
     options = {"fates": {"1": "step 13 of fit 0"}, "signal": "SIGSTOP"}
     code, err, found = train(

@@ -276,6 +276,7 @@ def check_elastic_job(program, folder, how):
     return host, err
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_a_job_trains_on_without_a_process_and_another_joins(launcher, ray_cluster, tmp_path):

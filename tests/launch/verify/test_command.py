@@ -146,7 +146,7 @@ def test_a_training_that_keeps_the_promise_passes_all_checks(run, tmp_path):
         long("rate", 1, "The updates are 2 times those of the reference, in the same direction"),
         long("weights", 0, "Likely: The initial weights are not those of a seed"),
         long("draws", 1, "Likely: Random numbers that are drawn for a rank's own rows"),
-        ("own rows", 4, "7 rows are not shared evenly by 2 ranks: a loss or a statistic"),
+        long("own rows", 4, "7 rows are not shared evenly by 2 ranks: a loss or a statistic"),
     ],
 )
 def test_a_planted_fault_is_named(run, fault, step, cause):

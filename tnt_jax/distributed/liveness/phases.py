@@ -3,9 +3,9 @@
 Data-parallel calls complete only when every process makes them. Each process records its position
 in plain attributes, which cost a step next to nothing:
 
-    with stall.calling("Model.fit"):
-        stall.here().epoch, stall.here().step = 1, 5
-        with stall.waiting("sum of gradients"):
+    with phases.calling("Model.fit"):
+        phases.here().epoch, phases.here().step = 1, 5
+        with phases.waiting("sum of gradients"):
             ...
 
 `watch` shows it to the other processes, which name the one that they wait for.
