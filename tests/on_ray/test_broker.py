@@ -19,6 +19,17 @@ def test_the_reason_why_ray_cannot_connect_is_told():
         connect(SimpleNamespace(init=init), "auto", pytest.fail)
 
 
+def test_who_has_been_given_up_gets_nothing_of_the_program_that_follows():
+    program = node.Program()
+    first = program.start(["sh", "-c", "echo one; read -r line"], {})
+    assert program.read(first, "output") == b"one\n"
+    second = program.start(["sh", "-c", "echo two"], {})
+    assert program.read(first, "output") == b""
+    assert program.wait(first) == 1
+    assert program.read(second, "output") == b"two\n"
+    assert program.wait(second) == 0
+
+
 @pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.slow

@@ -382,11 +382,11 @@ class _Channel:
             return 1
         self._actor, start = started
         threading.Thread(target=self._carry_input, args=(start,), daemon=True).start()
-        errors = threading.Thread(target=self._carry, args=(b"e", "errors"), daemon=True)
+        errors = threading.Thread(target=self._carry, args=(b"e", start, "errors"), daemon=True)
         errors.start()
-        self._carry(b"o", "output")
+        self._carry(b"o", start, "output")
         errors.join()
-        return self._ray.get(self._actor.wait.remote())
+        return self._ray.get(self._actor.wait.remote(start))
 
     def _is_open(self) -> bool:
         """Returns whether the launcher still waits for the node."""
@@ -406,10 +406,10 @@ class _Channel:
                 if not data:
                     return
 
-    def _carry(self, kind: bytes, stream: str) -> None:
+    def _carry(self, kind: bytes, start: int, stream: str) -> None:
         read = self._actor.read.options(concurrency_group=stream)
         with contextlib.suppress(self._ray.exceptions.RayError):
-            while data := self._ray.get(read.remote(stream)):
+            while data := self._ray.get(read.remote(start, stream)):
                 self._send(kind, data)
 
     def _send(self, kind: bytes, data: bytes) -> None:

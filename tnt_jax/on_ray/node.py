@@ -58,14 +58,24 @@ class Program:
             # The program has ended, which its other streams tell.
             return
 
-    def read(self, stream: str) -> bytes:
-        """Returns what it writes to its standard "output", or "errors"; nothing at the end."""
+    def read(self, start: int, stream: str) -> bytes:
+        """Returns what the program of that start writes to its standard "output", or "errors".
+
+        That is nothing at its end, and once another one was started.
+        """
+        if start != self._starts:
+            return b""
         assert self._popen is not None
         source = self._popen.stdout if stream == "output" else self._popen.stderr
         assert source is not None
         return os.read(source.fileno(), 1 << 16)
 
-    def wait(self) -> int:
-        """Returns its exit code once it has ended."""
+    def wait(self, start: int) -> int:
+        """Returns the exit code of the program of that start once it has ended.
+
+        Of one in whose place another was started, that is 1: its launcher has given it up.
+        """
+        if start != self._starts:
+            return 1
         assert self._popen is not None
         return self._popen.wait()
