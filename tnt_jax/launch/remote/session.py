@@ -357,6 +357,7 @@ class Session:
             self._running.pop(rank)
             self._starting -= 1
             membership.lost(rank, f"cannot be started: {why}")
+            self._release_if_over()
         else:
             self._fail(1, f"Rank {rank} cannot be started on {connection.host}: {why}")
 
