@@ -6,7 +6,7 @@ import pytest
 from ray_clusters import leave_cluster, ray_cluster_of
 
 from tnt_jax.on_ray import node
-from tnt_jax.on_ray.broker import connect, open_doors, reserve
+from tnt_jax.on_ray.broker import Node, Reservation, _Door, connect, open_doors, reserve
 
 
 def test_the_reason_why_ray_cannot_connect_is_told():
@@ -28,6 +28,60 @@ def test_who_has_been_given_up_gets_nothing_of_the_program_that_follows():
     assert program.wait(first) == 1
     assert program.read(second, "output") == b"two\n"
     assert program.wait(second) == 0
+
+
+class LostActor(Exception):
+    pass
+
+
+class Cluster:
+    """Stands for Ray: the first actors are lost, and `nodes` are those of two bundles after that."""
+
+    exceptions = SimpleNamespace(RayActorError=LostActor)
+
+    def __init__(self, *nodes):
+        table = {"bundles_to_node_id": {str(index): node for index, node in enumerate(nodes)}}
+        self.util = SimpleNamespace(placement_group_table=lambda group: table)
+        self.num_made, self.starts = 0, []
+        self.kind = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self.make))
+
+    def make(self):
+        self.num_made += 1
+        answer = LostActor() if self.num_made == 1 else ""
+        asks = SimpleNamespace(remote=lambda: answer)
+        starts = SimpleNamespace(remote=lambda *words: self.starts.append(words) or 1)
+        return SimpleNamespace(visible_gpus=asks, start=starts)
+
+    def get(self, value):
+        answers = value if isinstance(value, list) else [value]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return value
+
+    def door(self):
+        held = Reservation([Node("a", 2)], [[{}]], [[0, 1]], group="the group")
+        return _Door(self, self.kind, ["supervise"], held, 0)
+
+
+def test_in_place_of_a_lost_node_a_program_starts_on_another_one():
+    cluster = Cluster("b", "b")
+    door = cluster.door()
+    assert door.start(lambda: False) is None, "The launcher waits no longer."
+    assert cluster.starts == []
+    actor, number = door.start(lambda: True)
+    assert (actor is not None, number) == (True, 1)
+    assert cluster.starts == [(["supervise"], {})]
+    assert cluster.num_made == 2
+
+
+def test_nothing_starts_on_nodes_over_which_ray_has_spread_the_processes_of_one():
+    cluster = Cluster("b", "c")
+    door = cluster.door()
+    for _ in range(2):  # The launcher tries again and again.
+        with pytest.raises(RuntimeError, match="put its processes on several nodes"):
+            door.start(lambda: True)
+    assert cluster.starts == []
 
 
 @pytest.mark.long

@@ -211,7 +211,7 @@ def _connect(entry: HostEntry, options: Options) -> Connection:
     if entry.is_local:
         return Connection(entry.name, supervisor_command(), is_remote=False)
     if entry.through == "ray":
-        returned = "has another node of Ray in its place"
+        returned = "has a node of Ray again"
         return Connection(entry.name, entry.command, is_remote=True, returned=returned)
     if entry.through == "srun":
         command = srun_command(entry.name)

@@ -308,7 +308,7 @@ class _Door:
             except self._ray.exceptions.RayActorError:
                 self._actors = self._made()
                 gpus = self._ray.get(self.ask_gpus())
-                self._check_together()
+            self._check_together()
             if not is_wanted():
                 return None
             first = self._actors[0]
