@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,6 +34,20 @@ def close():
     yield opened.append
     for connection in opened:
         connection.abort()
+
+
+def test_hosts_are_released_when_the_last_process_that_was_to_join_cannot_be_started():
+    sent, lost = [], []
+    host = SimpleNamespace(host="h", finished=False, send=sent.append)
+    session = Session([], grace_period_s=1)
+    session._connections, session._running = {"h": host}, {1: "h"}
+    session._membership = SimpleNamespace(
+        is_joining=lambda rank: True, lost=lambda rank, how: lost.append((rank, how))
+    )
+    session._on_refused(host, {"rank": 1, "reason": "no such folder"})
+    session.close()
+    assert lost == [(1, "cannot be started: no such folder")]
+    assert sent == ["release"]
 
 
 def test_login_scripts_may_print_what_they_like(close):
