@@ -11,7 +11,8 @@ from processes import SCRIPTS, launch
 from warned import kept_warnings
 
 import tnt_jax as tnt
-from tnt_jax.train.health.number_watch import MOST_SKIPPED, LossSpikes
+from tnt_jax.train.finite import CHECKED
+from tnt_jax.train.health.number_watch import MOST_SKIPPED, LossSpikes, NumberWatch
 
 KINDS = {
     "plain": {},
@@ -202,6 +203,14 @@ def test_skipping_ends_where_every_step_is_skipped(use_ranks):
     x[:] = np.nan
     with pytest.raises(FloatingPointError, match=f"{MOST_SKIPPED} steps in a row .* of epoch 4"):
         fit(x, y, on_nan="skip", epochs=9)
+
+
+@pytest.mark.parametrize(("on_nan", "in_a_row"), [("skip", 5), ("rollback", 0)])
+def test_steps_skipped_in_a_row_are_counted_on_from_a_saved_position(use_ranks, on_nan, in_a_row):
+    mesh = use_ranks(2).mesh
+    watch = NumberWatch(on_nan, None, mesh)
+    sums = watch.restored({}, np.array([5, np.nan, 7], np.float32))
+    np.testing.assert_array_equal(sums[CHECKED], [in_a_row, 0, 7])
 
 
 @pytest.mark.long

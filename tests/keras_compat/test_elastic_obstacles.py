@@ -41,7 +41,9 @@ def compiled(accumulation=None, on_nan=None, **options):
         ({"shard_optimizer_state": True}, "the optimizer's state is sharded"),
         ({"gradient_compression": "bfloat16"}, "what compression leaves out is sharded"),
         ({"accumulation": 2}, "accumulated gradients are sharded"),
-        ({"on_nan": "skip"}, "on_nan looks back at steps on the devices"),
+        ({"on_nan": "raise"}, None),
+        ({"on_nan": "skip"}, None),
+        ({"on_nan": "rollback"}, 'on_nan="rollback" keeps a copy of the state on the devices'),
         ({"sync": tnt.LocalSteps(groups="process")}, None),
         (
             {"sync": tnt.LocalSteps(groups=[[0]])},

@@ -28,6 +28,7 @@ import tnt_jax as tnt
 rng = np.random.default_rng(0)
 x = rng.normal(size=(480, 16)).astype(np.float32)
 y = np.argmax(x @ rng.normal(size=(16, 4)), 1)
+x[options.get("bad_rows", [])] = np.nan
 planned = int(os.environ.get("TNT_NUM_PROCESSES", 1))
 is_first = not joins and os.environ.get("TNT_RESTART_COUNT", "0") == "0"
 
@@ -106,7 +107,7 @@ if options.get("counts"):
         traced.append(1)
         return sgd.update(*args)
     optimizer = optax.GradientTransformation(sgd.init, update)
-model.compile(optimizer, loss=loss, metrics=["accuracy"])
+model.compile(optimizer, loss=loss, metrics=["accuracy"], on_nan=options.get("on_nan"))
 results = []
 for part in range(options.get("fits", 1)):
     fate = Fate(part)
@@ -210,6 +211,17 @@ def test_survivors_end_with_the_result_of_one_process(train, alone, fates):
     check_alike(left, alone())
     assert "was ended by signal 9 (SIGKILL)" in err
     assert "goes on at step" in err
+
+
+def test_steps_that_are_not_finite_are_skipped_by_other_processes_too(train, alone):
+    options = {"on_nan": "skip", "bad_rows": [100, 300]}
+    fates = {"0": "step 13 of fit 0"}
+    code, err, found = train("-n", 2, "--elastic", fates=fates, **options)
+    assert code == 0, err
+    assert "cannot go on in place" not in err
+    check_alike({1: found[1]}, alone(**options))
+    skipped = [part["history"]["skipped_steps"] for part in found[1][1]["fits"]]
+    assert min(map(min, skipped)) > 0
 
 
 def test_evaluation_and_prediction_go_on_when_processes_are_lost(train, alone):

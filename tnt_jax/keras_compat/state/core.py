@@ -148,7 +148,7 @@ class Core:
         options, compilation, trainer = self.options, self.compilation, self.trainer
         accumulates = compilation is not None and compilation.accumulation_steps > 1
         compares_rows = isinstance(trainer.steps, WholeBatches)
-        looks_back = compilation is not None and compilation.on_nan is not None
+        looks_back = compilation is not None and compilation.on_nan == "rollback"
         loses_parts = isinstance(trainer, LocalTrainer) and not trainer.loses_whole_groups
         if len(_on_devices.get()) > 1:
             gc.collect()  # A model that is forgotten may refer to itself.
@@ -158,7 +158,7 @@ class Core:
             "the variables are sharded": self._sharding is not None,
             "what compression leaves out is sharded": options.gradient_compression is not None,
             "accumulated gradients are sharded": accumulates,
-            "on_nan looks back at steps on the devices": looks_back,
+            'on_nan="rollback" keeps a copy of the state on the devices': looks_back,
             "a group that trains by itself may lose a part of its ranks": loses_parts,
             "passes were chosen for this number of ranks": self.fits_memory,
             "the arrays of another model would be lost": has_others,

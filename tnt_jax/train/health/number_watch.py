@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from tnt_jax import _jax
+from tnt_jax.distributed.elastic import link
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.sums.fused_psum import psum
 from tnt_jax.log import logger
@@ -218,7 +219,8 @@ class NumberWatch:
     def restored(self, sums: Any, counts: np.ndarray) -> Any:
         """Returns sums in the middle of an epoch with counts that were saved with them."""
         self._begin()
-        return sums | {CHECKED: self._counts(0, skipped=int(counts[2]))}
+        self._in_a_row = int(counts[0]) if self._on_nan == "skip" else 0
+        return sums | {CHECKED: self._counts(self._in_a_row, skipped=int(counts[2]))}
 
     def before(self, index: int, state: TrainState, sums: Any) -> Any:
         """Returns the sums for the step after `index` steps of the epoch; keeps a copy if due."""
@@ -245,7 +247,8 @@ class NumberWatch:
         was not finite.
         """
         self._running.append(_Started(sums[CHECKED], group, index))
-        if len(self._running) > IN_FLIGHT:
+        # An elastic job waits for each step anyway, and may leave the devices after it.
+        if len(self._running) > (IN_FLIGHT if link() is None else 0):
             return self._read(self._running.popleft(), state, sums)
         return state, sums
 
