@@ -12,7 +12,8 @@ to the table:
     python benchmarks/local_steps.py --hosts 2 --speed --prefix "ip netns exec node{number}"
     --address 10.77.0.{number} --link "1 Gbit/s" --output benchmarks/results/local_steps_1gbit.json
 
-`--speed` takes few rows and one seed. Results on test data need no links, and no idle machine:
+`--speed` takes few rows; the algorithms take turns, once for each seed, as the speed of a machine
+changes with time. Results on test data need no links, and no idle machine:
 
     nice -n 19 python benchmarks/local_steps.py --models mlp --ways synchronous DiLoCo
     "Streaming DiLoCo" --output benchmarks/results/local_steps_accuracy.json
@@ -336,9 +337,9 @@ def main() -> None:
     for name in args.models:
         task = TASKS[name]
         rows = args.rows or (task.speed_rows if args.speed else None)
-        for seed in range(1 if args.speed else args.seeds):
+        for seed in range(args.seeds):
             for way in args.ways:
-                if "apart" in way and seed:
+                if "apart" in way and seed and not args.speed:
                     continue
                 epochs = args.epochs or (3 if args.speed else task.epochs)
                 sync = WAYS[way]

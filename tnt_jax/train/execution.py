@@ -57,14 +57,16 @@ class InFlight:
 
     On a machine with other work, a thread that was woken waits some milliseconds for a core. A host
     that is a few short steps ahead would leave the devices idle then. Where no other process and no
-    second device takes part (`is_alone`), it gets further ahead, and waits seldom. Of programs that
-    just fit the memory, `most` is 0: CPUs hold the memory of each program that was started.
+    second device takes part (`is_alone`), it waits seldom; it gets further ahead, too, unless a job
+    of several processes must agree on where training ends. Of programs that just fit the memory,
+    `most` is 0: CPUs hold the memory of each program that was started.
     """
 
     def __init__(self, *, is_alone: bool = False, most: int | None = None) -> None:
         self._results: deque[jax.Array] = deque()
         self._is_alone = is_alone and most is None
         self._limit = IN_FLIGHT if most is None else most
+        self._highest = _MOST_IN_FLIGHT if jax.process_count() == 1 else IN_FLIGHT
         # Time at which the programs before `_results` had run.
         self._since_s = 0.0
 
@@ -90,7 +92,7 @@ class InFlight:
         now_s = time.perf_counter()
         if self._since_s:
             step_s = (now_s - self._since_s) / num_waited
-            self._limit = min(max(int(_AHEAD_S / step_s), IN_FLIGHT), _MOST_IN_FLIGHT)
+            self._limit = min(max(int(_AHEAD_S / step_s), IN_FLIGHT), self._highest)
         self._since_s = now_s
 
 

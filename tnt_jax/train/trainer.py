@@ -87,7 +87,7 @@ class Trainer:
         self.runtime, self.steps, self.rank_slice = runtime, steps, steps.rank_slice
         mesh = runtime.mesh
         self.put, self.put_stacked = make_put(mesh), make_put(mesh, stacked=True)
-        self._is_alone = mesh.size == 1 and jax.process_count() == 1
+        self._is_alone = mesh.size == 1
         self._use_prediction()
         self._replicated = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
