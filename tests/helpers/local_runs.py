@@ -40,12 +40,22 @@ def rounded(x, compress="int8"):
 
 
 def train_plainly(
-    *, rows, size, num_groups, every, outer, fragments=None, delay=0, compress="none", epochs=2
+    *,
+    rows,
+    size,
+    num_groups,
+    every,
+    outer,
+    fragments=None,
+    delay=0,
+    compress="none",
+    epochs=2,
+    bad_rows=(),
 ):
     """Trains `Net` by (Streaming) DiLoCo, group after group in one process, without the package.
 
-    `fragments` are lists of the arrays that travel together, by their number. Returns the outer
-    weights at the end, after an update of every fragment.
+    `fragments` are lists of the arrays that travel together, by their number. A group skips its
+    steps on `bad_rows`. Returns the outer weights at the end, after an update of every fragment.
     """
     x, y, _ = make_data(rows)
     net = Net()
@@ -106,11 +116,13 @@ def train_plainly(
             step += 1
             for g, group in enumerate(groups):
                 own = slice(start + g * part, min(start + (g + 1) * part, batch.stop))
+                seen[g] += own.stop - own.start
+                if any(own.start <= row < own.stop for row in bad_rows):
+                    continue
                 grads = grads_of(group, jnp.asarray(x[own]), jnp.asarray(y[own]))
                 groups[g] = [
                     leaf - RATE * np.asarray(grad) for leaf, grad in zip(group, grads, strict=True)
                 ]
-                seen[g] += own.stop - own.start
             for number in range(len(fragments)):
                 if (step - (number + 1) * every // len(fragments)) % every == 0:
                     send(number, step + delay)

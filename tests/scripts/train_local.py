@@ -62,6 +62,7 @@ def sync_of(recipe):
 
 def train(recipe, folder):
     x, y, weight = make_data(recipe["rows"])
+    x[recipe.get("bad_rows", [])] = np.nan
     net = Net(
         batch_norm=recipe.get("batch_norm", False),
         dropout=recipe.get("dropout", 0.0),
@@ -73,6 +74,7 @@ def train(recipe, folder):
         tnt.optimizers.SGD(0.1) if falls else optax.sgd(0.1, momentum=recipe.get("momentum")),
         loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
+        on_nan=recipe.get("on_nan", "skip" if "bad_rows" in recipe else None),
     )
     weights = Weights()
     callbacks = [weights]

@@ -117,6 +117,7 @@ class CompiledSteps:
         kept: Kept | None = None,
     ) -> None:
         self.parts = parts
+        self.on_nan: OnNaN | None = on_nan
         self.watch = NumberWatch(on_nan, parts, steps.mesh) if on_nan else None
         self._mesh = steps.mesh
         self._kept = kept

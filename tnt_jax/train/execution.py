@@ -34,12 +34,15 @@ class DeviceBatches(NamedTuple):
         num_steps: Steps of the program.
         shards: Real rows of each process's shard in every step, if each process brings its own; see
             `HostBatch`.
+        first_row: Number in the global batch of the first row of a step, which a group of local
+            steps has a part of.
     """
 
     batch: Any
     num_rows: int
     num_steps: int = 1
     shards: tuple[slice, ...] | None = None
+    first_row: int = 0
 
     @property
     def real_rows(self) -> tuple[slice, ...]:

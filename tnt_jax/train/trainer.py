@@ -332,7 +332,9 @@ class Trainer:
             running.add(sums["loss"][1])
             index += group.num_steps
             if watch is not None:
-                self.state, sums = watch.after(index, self._built(), sums, group)
+                self.state, sums = watch.after(
+                    index, self._built(), sums, self._with_real_rows(group)
+                )
             if hooks.on_batch_end(index - 1, sums, group.num_rows):
                 break
         if watch is not None and sums is not None:
@@ -419,6 +421,10 @@ class Trainer:
         """Raises if `on_nan="rollback"` has made no progress."""
         if (watch := self.programs.watch) is not None:
             watch.end_epoch(self._built())
+
+    def _with_real_rows(self, group: DeviceBatches) -> DeviceBatches:
+        """Returns batches with the real rows of the ranks that make a step together."""
+        return group
 
     @property
     def of_group(self) -> "Trainer":

@@ -96,7 +96,7 @@ def test_options_that_exclude_local_steps_are_refused(options):
 @pytest.mark.parametrize(
     ("choices", "name"),
     [
-        ({"on_nan": "skip"}, "on_nan"),
+        ({"on_nan": "rollback"}, 'on_nan="rollback"'),
         ({"optimizer": tnt.optimizers.SGD(gradient_accumulation_steps=2)}, "gradient_accumulation"),
         ({"optimizer": tnt.optimizers.SGD(use_ema=True)}, "use_ema"),
     ],

@@ -15,6 +15,8 @@ ONE_ROW = {"rows": 19, "size": 9}  # The third step of an epoch has a row in one
 # So does that of these, and the ranks of a group, whose statistics are synchronized, have equally
 # many rows in the others.
 LIKE_RANKS = {"rows": 17, "size": 8, "batch_norm": True, "axis_name": "data"}
+# One step of the first group, and three of the second.
+BAD_ROWS = [2, 6, 15, 42]
 EVERY_STEP = {"every": 1, "outer": "mean"}
 STREAMING = {"every": 4, "outer": "nesterov", "fragments": 2, "delay": 1}
 
@@ -49,6 +51,7 @@ def pairs(tmp_path_factory):
         "rounds": DATA | {"sync": {"every": 4, "outer": "nesterov"}, "shuffle": False},
         "fragments": DATA | {"sync": STREAMING, "shuffle": False},
         "int8": DATA | {"sync": STREAMING | {"compress": "int8"}, "shuffle": False},
+        "bad rows": DATA | {"sync": STREAMING, "shuffle": False, "bad_rows": BAD_ROWS},
         "float4": DATA | {"sync": STREAMING | {"compress": "float4"}, "shuffle": False},
         "streaming": DATA | {"sync": STREAMING, "momentum": 0.9, "dropout": 0.3},
         "streaming, one row": LIKE_RANKS | {"sync": STREAMING},
@@ -87,7 +90,7 @@ def test_one_group_is_fit_without_sync(pairs):
         assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize("name", ["rounds", "fragments", "int8", "float4"])
+@pytest.mark.parametrize("name", ["rounds", "fragments", "int8", "float4", "bad rows"])
 def test_rounds_equal_a_plain_loop(pairs, name):
     if name == "rounds":
         options = {}
@@ -100,11 +103,21 @@ def test_rounds_equal_a_plain_loop(pairs, name):
         every=4,
         outer=optax.sgd(0.7, momentum=0.9, nesterov=True),
         compress=name if name in ("int8", "float4") else "none",
+        bad_rows=BAD_ROWS if name == "bad rows" else (),
         **options,
     )
     for result in pairs[name]:
         for found, leaf in zip(weights(result), expected, strict=True):
             np.testing.assert_allclose(found, leaf, rtol=1e-5, atol=1e-5)
+
+
+def test_a_group_names_the_row_for_which_it_raises(tmp_path):
+    # Row 7 of the batch, the third of the second group.
+    recipe = DATA | {"sync": STREAMING, "shuffle": False, "bad_rows": [7], "on_nan": "raise"}
+    result = run(2, tmp_path, {"raises": recipe}, succeeds=False)
+    assert "FloatingPointError: Step 1 of epoch 1 is not finite" in result
+    assert "The data hold NaN or infinity in row 7 of the global batch of 9." in result
+    assert "Rank 1 on localhost failed" in result
 
 
 def test_all_groups_have_the_same_weights_logs_and_predictions(pairs):
@@ -131,9 +144,14 @@ def test_the_ranks_of_a_group_do_not_change_its_numbers(pairs, processes, num_de
 def killed(tmp_path):
     """Returns the recipe of a run of two groups that was killed.
 
-    It is killed after step 9 and resumes after step 8, when a fragment has been sent.
+    It is killed after step 9 and resumes after step 8, when a fragment has been sent and one of the
+    groups has skipped a step.
     """
-    recipe = DATA | {"momentum": 0.9, "dropout": 0.3, "resume": "kept", "save_freq": 3}
+    recipe = (
+        {"bad_rows": [2]}
+        | DATA
+        | {"momentum": 0.9, "dropout": 0.3, "resume": "kept", "save_freq": 3}
+    )
     recipe |= {"sync": STREAMING | {"compress": "int8"}}
     run(2, tmp_path, {"killed": recipe | {"kill_after": 9}}, succeeds=False)
     return recipe

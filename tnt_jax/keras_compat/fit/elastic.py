@@ -184,15 +184,10 @@ class Call:
                 kept, points = self.kept(error), stopping.current() or Points()
                 self.go_on(
                     error,
-                    (self.num_steps,),
+                    (0,),  # All have got equally far.
                     kept,
                     lambda _, points=points: stopping.renewed(points),
                 )
-
-    @property
-    def num_steps(self) -> int:
-        """Steps that the state of this process has behind it."""
-        return int(jax.device_get(self._shared.core.trainer.require_state().step))
 
     def kept(self, error: Exception | None) -> Any:
         """Returns what the trainer keeps of the last complete step, on the host.
@@ -283,7 +278,7 @@ class _Progress:
     """How far a process has come in `fit`.
 
     Attributes:
-        step: Steps that its state has behind it.
+        step: Steps that it has run.
         place: Where it is, with host sums.
         last_logs: Logs of the epoch before, if this one has just begun.
     """
@@ -327,7 +322,7 @@ class Recovery:
         kept, progress = self._call.kept(error), self._shared.progress
         sums = jax.device_get(jax.tree.leaves(progress.place.sums))
         own = _Progress(
-            self._call.num_steps,
+            progress.num_steps,
             progress.place._replace(sums=sums),
             progress.stop_training,
             self._shared.core.require_compiled().steps_per_execution,
@@ -372,7 +367,7 @@ class Recovery:
         self._hooks.renew()
         if not joins:
             self._catch_up(own, newest, place.sums)
-        self.logs, progress.place = newest.last_logs, place
+        self.logs, progress.place, progress.num_steps = newest.last_logs, place, newest.step
         return place
 
     def _catch_up(self, own: _Progress, newest: _Progress, sums: Any) -> None:

@@ -41,6 +41,7 @@ class Progress:
     history: History | None = None  # Of the last `fit`.
     is_compiling: bool = False
     place: Place = field(default_factory=Place)
+    num_steps: int = 0  # Of training so far, those that `on_nan` has left among them.
 
 
 Phase = Literal["train", "test", "predict"]
@@ -140,6 +141,7 @@ class PhaseHooks:
         if self._trains:
             epoch, _, rows, _ = progress.place
             progress.place = Place(epoch, index + 1, rows + num_rows, sums)
+            progress.num_steps += index + 1 - self._first
             goodput.note_steps(index + 1 - self._first, self._start_ns)
         else:
             self.note_step()

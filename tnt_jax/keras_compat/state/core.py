@@ -599,7 +599,11 @@ class Core:
         if self.options.sync is None:
             return
         refuse_with_local_steps(
-            ("on_nan", compilation.on_nan is not None, "groups would leave different steps"),
+            (
+                'on_nan="rollback"',
+                compilation.on_nan == "rollback",
+                "a group would undo what it has taken from the others",
+            ),
             (
                 "gradient_accumulation_steps",
                 compilation.accumulation_steps > 1,

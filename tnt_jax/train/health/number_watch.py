@@ -7,7 +7,6 @@ alike.
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -75,9 +74,12 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(
-    parts: Parts, state: TrainState, batch: Batch, mesh: Mesh, *, real_rows: Sequence[slice]
+    parts: Parts, state: TrainState, batch: Batch, mesh: Mesh, group: DeviceBatches
 ) -> Diagnosis:
-    """Returns what is not finite in the step that follows a state; all processes must call it."""
+    """Returns what is not finite in the step that follows a state; all processes must call it.
+
+    The batch is one of the group's.
+    """
 
     def work(state: TrainState, batch: Batch) -> Any:
         local = differentiate(parts, state, batch, mesh)
@@ -102,10 +104,10 @@ def diagnose(
         state.step, state.params, state.model_state, scale_alone(state.opt_state), state.key
     )
     loss, counts, flags = jax.tree.map(np.asarray, jax.jit(mapped)(bare, batch))
-    order = np.concatenate([np.arange(rows.start, rows.stop) for rows in real_rows])
-    data_rows, loss_rows = (np.flatnonzero(x[order]).tolist() for x in flags)
+    order = np.concatenate([np.arange(rows.start, rows.stop) for rows in group.real_rows])
+    data_rows, loss_rows = ((np.flatnonzero(x[order]) + group.first_row).tolist() for x in flags)
     paths = [path for path, count in zip(state_arrays(state.params), counts, strict=True) if count]
-    return Diagnosis(float(loss), paths, data_rows, loss_rows, len(order))
+    return Diagnosis(float(loss), paths, data_rows, loss_rows, group.num_rows // group.num_steps)
 
 
 def _bad_data(batch: Batch) -> jax.Array:
@@ -356,7 +358,7 @@ class NumberWatch:
             batch = group.batch
             if group.num_steps > 1:
                 batch = jax.tree.map(lambda x: x[position], batch)
-            found = diagnose(self._parts, state, batch, self._mesh, real_rows=group.real_rows)
+            found = diagnose(self._parts, state, batch, self._mesh, group)
         except Exception as error:
             raise FloatingPointError(f"{text}; why could not be found out. {advice}") from error
         raise FloatingPointError(f"{text} (loss {found.loss}). {found.describe()} {advice}")

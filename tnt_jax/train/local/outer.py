@@ -2,8 +2,8 @@
 
 outer = OuterUpdates(group, sync, params, averages)
 ...  # A step of the group.
-if outer.has_turn(step, rows):
-    params, averages = outer.exchange(step, params, averages)
+if outer.has_turn(rows):
+    params, averages = outer.exchange(params, averages)
 """
 
 import weakref
@@ -39,7 +39,7 @@ from tnt_jax.train.state import copied, state_arrays
 Arrays = dict[str, jax.Array]
 # What sending and updating change.
 _CHANGES = ("params", "averages", "updates", "_opt_states", "_residual", "_rows", "_steps")
-_CHANGES += ("_under_way", "_came", "_before")
+_CHANGES += ("_under_way", "_came", "_before", "num_steps")
 # The group's part of the weights after an update that was under way while it trained on: alpha of
 # Streaming DiLoCo, section 2.3 and figure 9.
 _OWN_PART = 0.5
@@ -57,12 +57,22 @@ class OuterUpdates:
 
     Besides parameters there are averages: floating arrays that groups compute themselves, such as
     BatchNorm's moving statistics. They travel with the last fragment, uncompressed, and become the
-    mean of the groups'. `updates` are how often each fragment was updated. A TypeError says that a
-    parameter is not of real floating numbers, a ValueError that there are fewer than fragments.
+    mean of the groups'. `updates` are how often each fragment was updated, `num_steps` how many
+    steps each group has made, counted from a given number. A TypeError says that a parameter is not
+    of real floating numbers, a ValueError that there are fewer than fragments.
     """
 
-    def __init__(self, group: Group, sync: LocalSteps, params: Arrays, averages: Arrays) -> None:
+    def __init__(
+        self,
+        group: Group,
+        sync: LocalSteps,
+        params: Arrays,
+        averages: Arrays,
+        *,
+        num_steps: int = 0,
+    ) -> None:
         _check_floating(params)
+        self.num_steps = num_steps
         self._group, self._sync = group, sync
         self._optimizer = sync.transformation(has_statistics=bool(averages))
         # Within programs, JAX sorts the keys of a dict.
@@ -108,22 +118,22 @@ class OuterUpdates:
         """Bytes that each group sends to each other one in `every` steps."""
         return sum(self._message_bytes(fragment) for fragment in range(self._sync.fragments))
 
-    def has_turn(self, step: int, rows: int) -> bool:
+    def has_turn(self, rows: int) -> bool:
         """Counts a step of the group on so many rows; returns whether `exchange` must follow."""
+        self.num_steps += 1
         self._rows = [before + rows for before in self._rows]
         self._steps = [steps + 1 for steps in self._steps]
-        is_due = bool(self._under_way) and self._under_way[0].due <= step
-        return is_due or bool(self._sent_after(step))
+        return self._is_due or bool(self._to_send)
 
-    def exchange(self, step: int, params: Arrays, averages: Arrays) -> tuple[Arrays, Arrays]:
+    def exchange(self, params: Arrays, averages: Arrays) -> tuple[Arrays, Arrays]:
         """Sends and takes the fragments whose turn it is; returns what the group goes on with."""
-        for fragment in self._sent_after(step):
-            self._start(fragment, step, params, averages)
-        while self._under_way and self._under_way[0].due <= step:
+        for fragment in self._to_send:
+            self._start(fragment, params, averages)
+        while self._is_due:
             params, averages = self._finish(params, averages)
         return params, averages
 
-    def close(self, step: int, params: Arrays, averages: Arrays) -> tuple[Arrays, Arrays]:
+    def close(self, params: Arrays, averages: Arrays) -> tuple[Arrays, Arrays]:
         """Returns parameters and averages after an update of every fragment, those of all groups.
 
         It ends a training: what is under way comes first, and then each group sends its last moves,
@@ -132,7 +142,7 @@ class OuterUpdates:
         while self._under_way:
             params, averages = self._finish(params, averages)
         for fragment in (p for p, steps in enumerate(self._steps) if steps):
-            self._start(fragment, step, params, averages)
+            self._start(fragment, params, averages)
             params, averages = self._finish(params, averages)
         return self._copy(self.params), self._copy(self.averages)
 
@@ -199,6 +209,7 @@ class OuterUpdates:
             **{f"came/{number}": message for number, message in enumerate(self._came)},
             "under_way": under_way,
             "steps": np.array(self._steps),
+            "num_steps": np.array(self.num_steps),
         }
 
     def restore(self, own: Mapping[str, np.ndarray], shared: Mapping[str, np.ndarray]) -> None:
@@ -212,6 +223,7 @@ class OuterUpdates:
         self._residual = like({"residual": self._residual}, own)["residual"]
         self._rows = [int(own[f"rows/{fragment}"]) for fragment in range(len(self._rows))]
         self._steps = [int(steps) for steps in shared["steps"]]
+        self.num_steps = int(shared["num_steps"])
         outer = like({"outer": dict(enumerate(self._opt_states))}, shared)["outer"]
         self._opt_states = [outer[fragment] for fragment in range(len(outer))]
         self.params = {path: put(shared[f"params/{path}"]) for path in self.params}
@@ -225,8 +237,13 @@ class OuterUpdates:
         if self._links is not None:
             self._links.close()
 
-    def _sent_after(self, step: int) -> list[int]:
-        return sent_after(step, every=self._sync.every, fragments=self._sync.fragments)
+    @property
+    def _to_send(self) -> list[int]:
+        return sent_after(self.num_steps, every=self._sync.every, fragments=self._sync.fragments)
+
+    @property
+    def _is_due(self) -> bool:
+        return bool(self._under_way) and self._under_way[0].due <= self.num_steps
 
     def _part(self, fragment: int) -> Arrays:
         return {path: self.params[path] for path in self._fragments[fragment]}
@@ -234,7 +251,7 @@ class OuterUpdates:
     def _averages_of(self, fragment: int, averages: Arrays) -> Arrays:
         return averages if fragment == self._sync.fragments - 1 else {}
 
-    def _start(self, fragment: int, step: int, params: Arrays, averages: Arrays) -> None:
+    def _start(self, fragment: int, params: Arrays, averages: Arrays) -> None:
         own = {path: params[path] for path in self._fragments[fragment]}
         before = {path: x for path, x in self._residual.items() if path in own}
         message, residual = self._send(
@@ -251,7 +268,7 @@ class OuterUpdates:
             made = np.array(made)  # The devices may be left before it is sent.
         self._residual |= residual
         self._rows[fragment] = self._steps[fragment] = 0
-        self._under_way.append(_Sent(fragment, step + self._sync.delay))
+        self._under_way.append(_Sent(fragment, self.num_steps + self._sync.delay))
         if self._links is not None:
             self._links.post(lambda: np.asarray(made).tobytes())
 
@@ -382,7 +399,6 @@ class OuterLoop:
     def __init__(self, params: Any, sync: LocalSteps) -> None:
         group = join_group(sync.groups, init().mesh)
         self.group, self.num_groups, self.mesh = group.index, group.num_groups, group.mesh
-        self._step = 0
         params = _jax.replicate(params, group.mesh)
         arrays, self._structure = state_arrays(params), jax.tree.structure(params)
         self._paths = [*arrays]
@@ -411,11 +427,10 @@ class OuterLoop:
             params: Parameters after the step, on the devices of the group.
             rows: Rows that the group has trained on in this step: its weight in the mean.
         """
-        self._step += 1
         if self._outer is None:
             self._params = params
-        elif self._outer.has_turn(self._step, rows):
-            own, _ = self._outer.exchange(self._step, state_arrays(params), {})
+        elif self._outer.has_turn(rows):
+            own, _ = self._outer.exchange(state_arrays(params), {})
             return self._tree(own)
         return params
 
@@ -423,7 +438,7 @@ class OuterLoop:
         """Returns the parameters of all groups, after an update of every fragment."""
         if self._outer is None:
             return params
-        return self._tree(self._outer.close(self._step, state_arrays(params), {})[0])
+        return self._tree(self._outer.close(state_arrays(params), {})[0])
 
     def _tree(self, arrays: dict[str, jax.Array]) -> Any:
         return self._structure.unflatten([arrays[path] for path in self._paths])

@@ -102,7 +102,8 @@ class LocalTrainer(Trainer):
 
     def alike_state(self) -> TrainState:
         """Returns the state without what each group has for itself."""
-        return replace(self._built(), opt_state=None)
+        # Groups may leave different steps that are not finite.
+        return replace(self._built(), opt_state=None, step=None)
 
     @property
     def loses_whole_groups(self) -> bool:
@@ -174,7 +175,6 @@ class GroupTrainer(Trainer):
         super().__init__(whole.adapter, job, steps, seed=whole._seed)
         self._whole, self.group = whole, group
         self._outer: OuterUpdates | None = None
-        self._num_steps = 0
         # Of the checkpoint that was restored.
         self._saved_groups = group.num_groups
         self._first_row = 0
@@ -206,13 +206,14 @@ class GroupTrainer(Trainer):
     @property
     def programs(self) -> CompiledSteps:
         """The steps of training that `compile` has chosen for the trainer of all ranks."""
-        parts, optimizer = self._whole.programs.parts, self._whole._optimizer
+        whole, optimizer = self._whole.programs, self._whole._optimizer
+        parts = whole.parts
         compiled = self._compiled
         if compiled is None or compiled.parts is not parts or optimizer is not self._optimizer:
             assert optimizer is not None, "compile() comes first."
             self._optimizer = optimizer
             compiled = self._compiled = CompiledSteps(
-                self.steps, parts, optimizer, accumulation_steps=1, on_nan=None
+                self.steps, parts, optimizer, accumulation_steps=1, on_nan=whole.on_nan
             )
         return compiled
 
@@ -267,7 +268,6 @@ class GroupTrainer(Trainer):
                 if path in changed and path in held:
                     held[path] = x.copy()
         self.state = replace(taken, first_row=state.first_row)
-        self._num_steps = int(np.asarray(taken.step))
         return True
 
     def whole_sums(self, sums: Any) -> Any:
@@ -292,7 +292,7 @@ class GroupTrainer(Trainer):
         if outer is None or state is None:
             return
         with self._undone_by_errors(outer):
-            params, averages = outer.close(self._num_steps, *self._weights(state))
+            params, averages = outer.close(*self._weights(state))
             self.state = self._with_weights(state, params | averages)
 
     def saved(self, sums: Any) -> tuple[Any, dict[str, Any]]:
@@ -309,6 +309,8 @@ class GroupTrainer(Trainer):
         """
         own, shared = _below(_OWN, arrays), _below(_SHARED, arrays)
         self._saved_groups = _num_groups(own)
+        if own:  # Checkpoints of earlier versions lack it.
+            shared.setdefault("num_steps", own["state/step"][0])
         if self._saved_groups == self.group.num_groups:
             self._take_back(self.own_rows(own), shared)
             return
@@ -341,11 +343,9 @@ class GroupTrainer(Trainer):
         outer, state = self._begun(), self._built()
         kept = jax.device_get(outer.shared_arrays()), np.asarray(outer.updates)
         shared, updates = collectives.broadcast(kept, root=source)
-        num_steps = int(newest.step)
-        if is_new or num_steps != self._num_steps:
+        if is_new or int(shared["num_steps"]) != outer.num_steps:
             placed = _jax.replicate(newest, self.runtime.mesh)
-            own = {} if is_new else _by_path(state)
-            state, self._num_steps = self._with_weights(placed, own), num_steps
+            state = self._with_weights(placed, {} if is_new else _by_path(state))
         weights = outer.follow(shared, updates.tolist(), *self._weights(state))
         self.state = self._with_weights(state, weights[0] | weights[1])
 
@@ -374,7 +374,6 @@ class GroupTrainer(Trainer):
         found = _jax.replicate(found, self.runtime.mesh)
         self.state = jax.tree.structure(like).unflatten(found)
         outer.restore(_below("outer/", own), shared)
-        self._num_steps = int(own["state/step"])
 
     def _begun(self) -> OuterUpdates:
         """Returns the outer weights, with which the group begins if it has not yet."""
@@ -385,8 +384,8 @@ class GroupTrainer(Trainer):
     def _begin(self) -> None:
         state = self._whole._built()
         own = _jax.replicate(state, self.runtime.mesh)
-        self._num_steps = int(np.asarray(state.step))
-        self._outer = OuterUpdates(self.group, self._whole.sync, *self._weights(own))
+        weights, num_steps = self._weights(own), int(np.asarray(state.step))
+        self._outer = OuterUpdates(self.group, self._whole.sync, *weights, num_steps=num_steps)
         self.state = own
         # What is shown from here on is that of the groups.
         self._whole._state = replace(state, params=None, model_state=None, opt_state=None)
@@ -399,12 +398,11 @@ class GroupTrainer(Trainer):
             # Statistics of no rows are NaN.
             kept = {} if num_rows else copied(self._weights(self._built())[1])
             sums = super()._run(group, sums)
-            self._num_steps += 1
             state = self._built()
             if kept:
                 self.state = state = self._with_weights(state, kept)
-            if outer.has_turn(self._num_steps, num_rows):
-                params, averages = outer.exchange(self._num_steps, *self._weights(state))
+            if outer.has_turn(num_rows):
+                params, averages = outer.exchange(*self._weights(state))
                 self.state = self._with_weights(state, params | averages)
         return sums
 
@@ -414,12 +412,12 @@ class GroupTrainer(Trainer):
         if link() is None:  # In a job that is not elastic, steps take the memory of that state.
             yield
             return
-        state, num_steps = self._built(), self._num_steps
+        state = self._built()
         try:
             with outer.undone_by_errors():
                 yield
         except BaseException:
-            self.state, self._num_steps = state, num_steps
+            self.state = state
             raise
 
     def _own_part(self, group: DeviceBatches) -> tuple[int, int]:
@@ -432,6 +430,14 @@ class GroupTrainer(Trainer):
             return index * padded, sum(rows.stop - rows.start for rows in own)
         part = -(-group.num_rows // self.group.num_groups)
         return index * part, min(max(group.num_rows - index * part, 0), part)
+
+    def _with_real_rows(self, group: DeviceBatches) -> DeviceBatches:
+        first, num_rows = self._own_part(group)
+        rows = [slice(first, first + num_rows)]
+        if group.shards is not None:
+            rows = [group.shards[process] for process in self.group.processes[self.group.index]]
+        own = tuple(slice(part.start - first, part.stop - first) for part in rows)
+        return group._replace(shards=own, first_row=first)
 
     def _number_rows(self, first_row: int) -> None:
         """Sets the number of the group's first row in the global batch, for random numbers."""
