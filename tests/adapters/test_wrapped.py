@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from callback_runs import NnxNet
 from keras_beside import Net, data
+from long_params import long_but_last
 
 import tnt_jax as tnt
 
@@ -191,7 +192,7 @@ def freeze_head(model):
 
 
 @pytest.mark.parametrize("freeze", [freeze_all, freeze_body, freeze_bare, freeze_head])
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("num_ranks", long_but_last(1, 4))
 @pytest.mark.parametrize("when", ["before build", "after build", "after compile", "after fit"])
 def test_a_frozen_keras_model_trains_as_in_keras(freeze, num_ranks, when, use_ranks):
     use_ranks(num_ranks)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from long_params import long_but_last
 from processes import SCRIPTS, launch
 from traces import read_trace
 
@@ -9,7 +10,7 @@ from tnt_jax.distributed.host.collectives import reduce_rows
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("num_processes", [1, 2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_processes", long_but_last(1, 3, 2))
 def test_values_are_those_of_numpy_and_what_differs_is_refused_on_all(num_processes):
     result = launch(
         num_processes,

@@ -97,7 +97,7 @@ def fit_on_one_device(make):
     return fit(make)[1]
 
 
-@pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"data": 2, "fsdp": 2}], ids=str)
+@pytest.mark.parametrize("mesh", long_but_last({"fsdp": 4}, {"data": 2, "fsdp": 2}), ids=str)
 @pytest.mark.parametrize("make", [Linen, make_nnx, make_keras])
 def test_small_batches_move_and_results_are_those_of_one_device(make, mesh):
     model, found = fit(make, mesh)

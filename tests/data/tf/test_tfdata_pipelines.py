@@ -9,6 +9,7 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="needs TensorFlow")
 
+from long_params import long_but_last  # noqa: E402
 from tfdata_checks import Dataset, assert_union_is, numpy_batches, pairs, sources  # noqa: E402
 
 # ---- The pipelines that Tarantella tests, and more, on elements (i, [i, i, i]) ----
@@ -112,7 +113,7 @@ NUM_PROCESSES = [
 ]
 
 
-@pytest.mark.parametrize("drop_remainder", [False, True])
+@pytest.mark.parametrize("drop_remainder", long_but_last(True, False))
 @pytest.mark.parametrize("num_processes", NUM_PROCESSES)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_union_of_processes_is_the_stream_of_tensorflow(name, num_processes, drop_remainder):
@@ -120,7 +121,9 @@ def test_union_of_processes_is_the_stream_of_tensorflow(name, num_processes, dro
     assert_union_is(sources(dataset, num_processes), stream_of_tensorflow(name, drop_remainder))
 
 
-@pytest.mark.parametrize("name", ["batch", "shuffle", "padded batch, value", "everything"])
+@pytest.mark.parametrize(
+    "name", long_but_last("batch", "shuffle", "padded batch, value", "everything")
+)
 @pytest.mark.parametrize("drop_remainder", [False, True])
 @pytest.mark.parametrize("last_batch", [0, 2, 5])
 @pytest.mark.parametrize("batch_remainder", [0, 2])

@@ -20,6 +20,11 @@ BAD_ROWS = [2, 6, 15, 42]
 EVERY_STEP = {"every": 1, "outer": "mean"}
 STREAMING = {"every": 4, "outer": "nesterov", "fragments": 2, "delay": 1}
 
+# It is killed after step 9 and resumes after step 8, when a fragment has been sent and one of the
+# groups has skipped a step.
+TO_BE_KILLED = DATA | {"momentum": 0.9, "dropout": 0.3, "bad_rows": [2]}
+TO_BE_KILLED |= {"sync": STREAMING | {"compress": "int8"}}
+
 
 def weights(result):
     return [result[name] for name in sorted(result) if name.startswith("[")]
@@ -55,6 +60,7 @@ def pairs(tmp_path_factory):
         "float4": DATA | {"sync": STREAMING | {"compress": "float4"}, "shuffle": False},
         "streaming": DATA | {"sync": STREAMING, "momentum": 0.9, "dropout": 0.3},
         "streaming, one row": LIKE_RANKS | {"sync": STREAMING},
+        "to be killed": TO_BE_KILLED,
     }
     return run(2, tmp_path_factory.mktemp("pairs"), recipes)
 
@@ -142,27 +148,16 @@ def test_the_ranks_of_a_group_do_not_change_its_numbers(pairs, processes, num_de
 
 @pytest.fixture
 def killed(tmp_path):
-    """Returns the recipe of a run of two groups that was killed.
-
-    It is killed after step 9 and resumes after step 8, when a fragment has been sent and one of the
-    groups has skipped a step.
-    """
-    recipe = (
-        {"bad_rows": [2]}
-        | DATA
-        | {"momentum": 0.9, "dropout": 0.3, "resume": "kept", "save_freq": 3}
-    )
-    recipe |= {"sync": STREAMING | {"compress": "int8"}}
+    """Returns the recipe of a run of two groups that was killed."""
+    recipe = TO_BE_KILLED | {"resume": "kept", "save_freq": 3}
     run(2, tmp_path, {"killed": recipe | {"kill_after": 9}}, succeeds=False)
     return recipe
 
 
-def test_a_run_that_resumes_within_a_round_gives_the_same_bits(killed, tmp_path):
-    undisturbed = {name: x for name, x in killed.items() if name not in ("resume", "save_freq")}
-    whole = run(2, tmp_path, {"whole": undisturbed})["whole"]
+def test_a_run_that_resumes_within_a_round_gives_the_same_bits(killed, pairs, tmp_path):
     resumed = run(2, tmp_path, {"resumed": killed})["resumed"]
-    for found, expected in zip(resumed, whole, strict=True):
-        del found["by_epoch"], expected["by_epoch"]
+    for found, whole in zip(resumed, pairs["to be killed"], strict=True):
+        expected = {name: x for name, x in whole.items() if name != "by_epoch"}
         assert_same_bits(found, expected)
 
 
