@@ -6,7 +6,6 @@ scale of each followed by a byte, or half a byte, for each element.
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import jax
@@ -16,11 +15,10 @@ from tnt_jax.train.local.groups import Compression
 
 # The largest of 8-bit integers that has a negative.
 _LARGEST = 127.0
-# The numbers of 0 and more that a sign, three bits of exponent and no mantissa write (E3M0, which
-# Streaming DiLoCo sends, section 2.4), and where the next larger one becomes the nearest.
-_LEVELS = (0.0, *(2.0**power for power in range(-6, 1)))
-_LIMITS = tuple((low + high) / 2 for low, high in pairwise(_LEVELS))
-_SIGN = 8
+# Powers of two that three bits of exponent and no mantissa write besides 0, up to 1 (E3M0, which
+# Streaming DiLoCo sends, section 2.4), and what float32 adds to their exponents, 1 to 7.
+_POWERS, _BIAS = 7, 120
+_MANTISSA_BITS = 23
 
 
 def plan_fragments(nbytes: Sequence[int], fragments: int) -> list[list[int]]:
@@ -72,7 +70,7 @@ def packed(rows: Any, arrays: Sequence[jax.Array], compress: Compression) -> jax
             parts.append(_bytes(array.ravel()))
             continue
         is_int8 = compress == "int8"
-        scale = jnp.max(jnp.abs(array), initial=0.0) / (_LARGEST if is_int8 else _LEVELS[-1])
+        scale = jnp.max(jnp.abs(array), initial=0.0) / (_LARGEST if is_int8 else 1.0)
         scaled = (array / jnp.where(scale > 0, scale, 1.0)).ravel()
         own = _bytes(jnp.round(scaled).astype(jnp.int8)) if is_int8 else _packed_float4(scaled)
         parts += [_bytes(scale[None]), own]
@@ -111,15 +109,23 @@ def _array_bytes(shape: tuple[int, ...], compress: Compression) -> int:
 
 def _packed_float4(scaled: jax.Array) -> jax.Array:
     """Returns two elements in each byte, the first in its lower half."""
-    codes = sum((jnp.abs(scaled) >= limit).astype(jnp.uint8) for limit in _LIMITS)
-    codes = jnp.where(scaled < 0, codes + _SIGN, codes).astype(jnp.uint8)
+    size = jnp.abs(scaled)
+    bits = jax.lax.bitcast_convert_type(size, jnp.uint32)
+    # Half of a mantissa, which makes the nearest power of two of the exponent.
+    half = jnp.uint32(1 << (_MANTISSA_BITS - 1))
+    exponents = jnp.clip((bits + half) >> _MANTISSA_BITS, _BIAS + 1, _BIAS + _POWERS) - _BIAS
+    # The least power is nearer than 0 from its half on.
+    codes = jnp.where(size >= 2.0**-_POWERS, exponents, 0) | ((scaled < 0) << 3)
+    codes = codes.astype(jnp.uint8)
     pairs = jnp.pad(codes, (0, codes.size % 2)).reshape(-1, 2)
     return pairs[:, 0] | (pairs[:, 1] << 4)
 
 
 def _unpacked_float4(message: jax.Array, size: int) -> jax.Array:
-    codes = jnp.stack([message & 15, message >> 4], axis=1).ravel()[:size]
-    return jnp.asarray([*_LEVELS, *(-level for level in _LEVELS)], jnp.float32)[codes]
+    codes = jnp.stack([message & 15, message >> 4], axis=1).ravel()[:size].astype(jnp.uint32)
+    exponents = codes & _POWERS
+    bits = jnp.where(exponents > 0, (exponents + _BIAS) << _MANTISSA_BITS, 0) | (codes >> 3 << 31)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _bytes(array: jax.Array) -> jax.Array:
