@@ -99,7 +99,9 @@ if options.get("compares"):
     loss = lambda y, outputs: plain(y, outputs) + 0.1 * (outputs.mean(0) ** 2).sum()
 model = tnt.Model(Net(), seed=1, reproducible=options.get("reproducible", False), **sharded)
 rate = options["rate_of_joining"] if joins and "rate_of_joining" in options else 0.1
-optimizer, traced, traced_early = tnt.optimizers.SGD(rate, momentum=0.9), [], []
+accumulated = options.get("accumulated")
+optimizer = tnt.optimizers.SGD(rate, momentum=0.9, gradient_accumulation_steps=accumulated)
+traced, traced_early = [], []
 if options.get("counts"):
     import optax
     sgd = optax.sgd(rate, momentum=0.9)
@@ -222,6 +224,17 @@ def test_steps_that_are_not_finite_are_skipped_by_other_processes_too(train, alo
     check_alike({1: found[1]}, alone(**options))
     skipped = [part["history"]["skipped_steps"] for part in found[1][1]["fits"]]
     assert min(map(min, skipped)) > 0
+
+
+@pytest.mark.parametrize("options", [{}, long({"on_nan": "skip", "bad_rows": [100, 300]})], ids=str)
+def test_accumulated_gradients_outlive_the_rank_that_computed_them(train, alone, options):
+    # Every seventh of 36 steps updates the weights.
+    options = options | {"accumulated": 7}
+    fates = {"2": "step 13 of fit 0", "1": "epoch 2 of fit 0"}
+    code, err, found = train("-n", 3, "--elastic", fates=fates, **options)
+    assert code == 0, err
+    assert "cannot go on in place" not in err
+    check_alike({0: found[0]}, alone(**options))
 
 
 def test_evaluation_and_prediction_go_on_when_processes_are_lost(train, alone):

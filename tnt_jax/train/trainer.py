@@ -378,8 +378,8 @@ class Trainer:
             steps,
             self.programs.parts,
             self._optimizer,
-            accumulation_steps=1,
-            on_nan=None,
+            accumulation_steps=self._accumulation_steps,
+            on_nan=self.programs.on_nan,
             kept=self.traced,
         )
         whole = NamedSharding(job.mesh, PartitionSpec())

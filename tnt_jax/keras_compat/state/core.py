@@ -146,7 +146,6 @@ class Core:
     def why_not_elastic(self) -> str | None:
         """Returns why training cannot go on with other processes in place, None if it can."""
         options, compilation, trainer = self.options, self.compilation, self.trainer
-        accumulates = compilation is not None and compilation.accumulation_steps > 1
         compares_rows = isinstance(trainer.steps, WholeBatches)
         looks_back = compilation is not None and compilation.on_nan == "rollback"
         loses_parts = isinstance(trainer, LocalTrainer) and not trainer.loses_whole_groups
@@ -157,7 +156,6 @@ class Core:
             "the optimizer's state is sharded": options.shard_optimizer_state,
             "the variables are sharded": self._sharding is not None,
             "what compression leaves out is sharded": options.gradient_compression is not None,
-            "accumulated gradients are sharded": accumulates,
             'on_nan="rollback" keeps a copy of the state on the devices': looks_back,
             "a group that trains by itself may lose a part of its ranks": loses_parts,
             "passes were chosen for this number of ranks": self.fits_memory,

@@ -24,7 +24,12 @@ from tnt_jax.train.steps.sharded_step import (
     make_sharded_train_step,
     state_shardings,
 )
-from tnt_jax.train.steps.step import make_eval_step, make_predict_step, make_train_step
+from tnt_jax.train.steps.step import (
+    make_eval_step,
+    make_predict_step,
+    make_train_step,
+    sums_every_step,
+)
 
 
 class DataParallelSteps(Steps):
@@ -59,13 +64,11 @@ class DataParallelSteps(Steps):
         accumulation_steps: int,
     ) -> TrainState:
         """Returns the state before the first update, on the devices."""
-        # Parts of sums over the ranks are accumulated as one array.
-        rows = 1 if self.reduction.shard_optimizer_state else self.mesh.size
         state = create_state(
             *variables,
             started_at_once(optimizer),
             seed=seed,
-            accumulating_ranks=rows if accumulation_steps > 1 else 0,
+            accumulating_ranks=self._accumulated_rows if accumulation_steps > 1 else 0,
             compressing_ranks=self.mesh.size if self.reduction.keeps_residual else 0,
         )
         if self.reduction.keeps_residual:
@@ -83,14 +86,14 @@ class DataParallelSteps(Steps):
         """Returns descriptions of a new state; None if ranks keep parts of it."""
         if self.reduction.shard_optimizer_state or self.reduction.keeps_residual:
             return None
-        rows = self.mesh.size if accumulation_steps > 1 else 0
+        rows = self._accumulated_rows if accumulation_steps > 1 else 0
         create = partial(create_state, optimizer=optimizer, seed=seed, accumulating_ranks=rows)
         return self.place(jax.eval_shape(create, *variables))
 
     def place(self, state: TrainState) -> TrainState:
         """Returns descriptions of a state's arrays with their shardings; it has no residual."""
-        rows = 1 if self.reduction.shard_optimizer_state else self.mesh.size
-        state = replace(state, accumulated=descriptions(state.accumulated, rows=rows))
+        accumulated = descriptions(state.accumulated, rows=self._accumulated_rows)
+        state = replace(state, accumulated=accumulated)
         return jax.tree.map(
             lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
             state,
@@ -106,6 +109,12 @@ class DataParallelSteps(Steps):
         parts = {name: _jax.put(getattr(state, name), getattr(shardings, name)) for name in names}
         return replace(_jax.replicate(replace(state, **dict.fromkeys(parts)), self.mesh), **parts)
 
+    @property
+    def _accumulated_rows(self) -> int:
+        """Rows of accumulated gradients: one of sums over the ranks, or that of each rank."""
+        is_sum = self.reduction.shard_optimizer_state or sums_every_step()
+        return 1 if is_sum else self.mesh.size
+
     def _shardings(self, state: TrainState) -> TrainState:
         # Of what a rank keeps of its own gradients, it holds its row.
         by_row = NamedSharding(self.mesh, PartitionSpec(_jax.rank_axes(self.mesh)))
@@ -114,7 +123,9 @@ class DataParallelSteps(Steps):
             places = state_shardings(state, self.mesh)
         else:
             places = jax.tree.map(lambda _: whole, state)
-            places = replace(places, accumulated=jax.tree.map(lambda _: by_row, state.accumulated))
+            if not sums_every_step():
+                own = jax.tree.map(lambda _: by_row, state.accumulated)
+                places = replace(places, accumulated=own)
         return replace(places, residual=jax.tree.map(lambda _: by_row, state.residual))
 
 

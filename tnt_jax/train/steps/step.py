@@ -19,7 +19,7 @@ from tnt_jax import _jax
 from tnt_jax.distributed.elastic import link
 from tnt_jax.distributed.sums.averages import StateAverage
 from tnt_jax.distributed.sums.fused_psum import psum
-from tnt_jax.distributed.sums.gradients import Summed, sum_gradients, trace_grads
+from tnt_jax.distributed.sums.gradients import sum_gradients, trace_grads
 from tnt_jax.distributed.sums.random_rows import batch_key, evaluation_key
 from tnt_jax.distributed.sums.reduction import Reduction
 from tnt_jax.job import Slot
@@ -84,6 +84,14 @@ BY_ROW: Any = PartitionSpec(_jax.DATA_AXIS)
 STACKED: Any = PartitionSpec(None, _jax.DATA_AXIS)
 # Everything is replicated except what each rank keeps of its own gradients.
 _STATE = TrainState(*[REPLICATED] * 5, accumulated=BY_ROW, residual=BY_ROW, first_row=REPLICATED)
+
+
+def sums_every_step() -> bool:
+    """Returns whether ranks sum even those gradients that are accumulated first.
+
+    In an elastic job the part of a rank would be lost with it.
+    """
+    return link() is not None
 
 
 def donated() -> tuple[int, ...]:
@@ -197,13 +205,12 @@ def make_train_step(
     """Returns the jitted function `(state, sums, batch) -> (state, sums)`; see `Steps.train`.
 
     `state` is donated; `sums` is not, so that the sums of any step can be read later. If gradients
-    are accumulated, each rank sums its own, and ranks exchange them only in the step that updates.
-    If `stacked`, it is one program of several steps, for arrays `[steps, rows, ...]`.
+    are accumulated, each rank sums its own, and ranks exchange them only in the step that updates,
+    unless `sums_every_step`. If `stacked`, it is one program of several steps, for arrays `[steps,
+    rows, ...]`.
     """
-
-    def update(summed: Summed, params: Any, opt_state: Any) -> tuple[Any, tuple[Any, Any]]:
-        params, opt_state = updated(optimizer, summed.grads, params, opt_state)
-        return params, (opt_state, summed.residual)
+    at_once = accumulation_steps == 1 or sums_every_step()
+    states = replace(_STATE, accumulated=REPLICATED) if at_once else _STATE
 
     def step(state: TrainState, sums: Any, batch: Batch) -> tuple[TrainState, Any]:
         local = differentiate(parts, state, batch, mesh)
@@ -211,14 +218,19 @@ def make_train_step(
         average = StateAverage(local.model_state, share_of_rows(batch, rows))
         total_of = partial(sum_gradients, reduction=reduction, order=local.order)
         grads, unfit = None, 0
-        if accumulation_steps == 1:
+        if at_once:
             summed = total_of(
                 local.grads, first=local.numbers, others=average.summands, residual=state.residual
             )
             numbers, totals, grads = summed.first, summed.others, summed.grads
+            if accumulation_steps > 1:
+                grads = with_step(state.accumulated, grads)
 
             def update_state() -> tuple[Any, Any, Any]:
-                return *update(summed, state.params, state.opt_state), None
+                params, opt_state, accumulated = accumulate(
+                    state, summed.grads, partial(updated, optimizer), accumulation_steps
+                )
+                return params, (opt_state, summed.residual), accumulated
         else:
             numbers, unfit = sums_of_numbers(
                 local, state, mesh, checked=on_nan and with_step(state.accumulated, local.grads)
@@ -228,7 +240,8 @@ def make_train_step(
             def reduce_and_update(means: Any, params: Any, carried: Any) -> tuple[Any, Any]:
                 opt_state, residual = carried
                 summed = total_of(means, residual=residual)
-                return update(summed, params, opt_state)
+                params, opt_state = updated(optimizer, summed.grads, params, opt_state)
+                return params, (opt_state, summed.residual)
 
             def update_state() -> tuple[Any, Any, Any]:
                 before = replace(state, opt_state=(state.opt_state, state.residual))
@@ -256,8 +269,8 @@ def make_train_step(
     mapped = _jax.shard_map(
         repeated(step) if stacked else step,
         mesh=mesh,
-        in_specs=(_STATE, REPLICATED, STACKED if stacked else BY_ROW),
-        out_specs=(_STATE, REPLICATED),
+        in_specs=(states, REPLICATED, STACKED if stacked else BY_ROW),
+        out_specs=(states, REPLICATED),
     )
     return compiled(mapped, mesh, donate_argnums=donated())
 
