@@ -12,7 +12,7 @@ from tnt_jax.data.layout import RankSlice
 from tnt_jax.distributed.joining import runtime
 from tnt_jax.distributed.sums.reduction import choose_reduction
 from tnt_jax.keras_compat.callbacks import History
-from tnt_jax.keras_compat.compiling.compilation import Compilation
+from tnt_jax.keras_compat.compiling.compiled import Compilation
 from tnt_jax.keras_compat.facade.model import Model
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, to_batch
 from tnt_jax.keras_compat.optimizers import LossScaleOptimizer

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec
 
 from tnt_jax import _jax
 from tnt_jax.distributed.joining.process_sets import ProcessSet
-from tnt_jax.distributed.sums.averages import adasum
 from tnt_jax.distributed.sums.fused_psum import flatten, psum, split_like
+from tnt_jax.distributed.sums.gradients import adasum
 from tnt_jax.distributed.sums.reduction import default_reduction, in_buckets, sum_in_bfloat16
 
 _OPS = ("average", "sum", "adasum")

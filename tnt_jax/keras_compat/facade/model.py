@@ -10,7 +10,7 @@ import numpy as np
 
 from tnt_jax.distributed.liveness.phases import called
 from tnt_jax.keras_compat.callbacks import History
-from tnt_jax.keras_compat.compiling.compilation import new_compilation
+from tnt_jax.keras_compat.compiling.compiled import new_compilation
 from tnt_jax.keras_compat.configuration import resolved
 from tnt_jax.keras_compat.facade.inspection import Inspection
 from tnt_jax.keras_compat.facade.saver import PathLike, Saver

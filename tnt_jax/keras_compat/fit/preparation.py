@@ -15,8 +15,7 @@ from tnt_jax.data.sources import HostBatch, Source, array_source
 from tnt_jax.data.streams import EpochStream
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining import runtime
-from tnt_jax.keras_compat.compiling.compilation import Compilation
-from tnt_jax.keras_compat.compiling.compiled import Compiled
+from tnt_jax.keras_compat.compiling.compiled import Compilation, Compiled
 from tnt_jax.keras_compat.compiling.objective import CompiledObjective
 from tnt_jax.keras_compat.compiling.row_checks import (
     PerRow,

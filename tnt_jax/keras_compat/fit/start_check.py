@@ -28,7 +28,7 @@ from tnt_jax.distributed.joining import runtime
 from tnt_jax.distributed.joining.runtime import get_process_count
 from tnt_jax.distributed.liveness.rendezvous import meet
 from tnt_jax.keras_compat.comparable import class_name, comparable, flat
-from tnt_jax.keras_compat.compiling.compilation import Compilation
+from tnt_jax.keras_compat.compiling.compiled import Compilation
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments
 from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.keras_compat.optimizers.from_keras import KerasOptimizer

@@ -21,8 +21,7 @@ from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining import runtime
 from tnt_jax.job import Slot
 from tnt_jax.keras_compat.callbacks.base import check_can_read, check_changes_model
-from tnt_jax.keras_compat.compiling.compilation import Compilation
-from tnt_jax.keras_compat.compiling.compiled import Compiled
+from tnt_jax.keras_compat.compiling.compiled import Compilation, Compiled
 from tnt_jax.keras_compat.compiling.keras_training import transformation_of
 from tnt_jax.keras_compat.compiling.objective import CompiledObjective
 from tnt_jax.keras_compat.state.options import ModelOptions, refuse_with_local_steps

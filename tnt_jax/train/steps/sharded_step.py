@@ -20,8 +20,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
-from tnt_jax.distributed.sums.averages import StateAverage
 from tnt_jax.distributed.sums.fused_psum import psum, split_like
+from tnt_jax.distributed.sums.gradients import StateAverage
 from tnt_jax.distributed.sums.reduction import Reduction, in_buckets
 from tnt_jax.train.contracts import Batch, Parts
 from tnt_jax.train.finite import OnNaN, is_finite_step, scale_alone, take_or_leave
