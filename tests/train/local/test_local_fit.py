@@ -32,7 +32,9 @@ def weights(result):
 
 def assert_close(found, expected):
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
+        np.testing.assert_allclose(
+            found[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name, equal_nan=False
+        )
 
 
 def assert_same_bits(found, expected):
@@ -60,6 +62,7 @@ def pairs(tmp_path_factory):
         "float4": DATA | {"sync": STREAMING | {"compress": "float4"}, "shuffle": False},
         "streaming": DATA | {"sync": STREAMING, "momentum": 0.9, "dropout": 0.3},
         "streaming, one row": LIKE_RANKS | {"sync": STREAMING},
+        "streaming, one row, checked": LIKE_RANKS | {"sync": STREAMING, "on_nan": "raise"},
         "to be killed": TO_BE_KILLED,
     }
     return run(2, tmp_path_factory.mktemp("pairs"), recipes)
@@ -124,6 +127,13 @@ def test_a_group_names_the_row_for_which_it_raises(tmp_path):
     assert "FloatingPointError: Step 1 of epoch 1 is not finite" in result
     assert "The data hold NaN or infinity in row 7 of the global batch of 9." in result
     assert "Rank 1 on localhost failed" in result
+
+
+def test_a_step_of_a_group_without_rows_is_finite(pairs):
+    for found, expected in zip(
+        pairs["streaming, one row, checked"], pairs["streaming, one row"], strict=True
+    ):
+        assert_close(found, expected)
 
 
 def test_all_groups_have_the_same_weights_logs_and_predictions(pairs):

@@ -27,7 +27,7 @@ from tnt_jax.train.contracts import Steps
 from tnt_jax.train.execution import DeviceBatches
 from tnt_jax.train.local.groups import Group, LocalSteps, join_group
 from tnt_jax.train.local.outer import OuterUpdates
-from tnt_jax.train.state import TrainState, copied, state_arrays, with_arrays
+from tnt_jax.train.state import TrainState, state_arrays, with_arrays
 from tnt_jax.train.steps.data_parallel import StepsOfSlice
 from tnt_jax.train.trainer import OF_GROUPS, Trainer
 
@@ -395,12 +395,8 @@ class GroupTrainer(Trainer):
         with self._undone_by_errors(outer):
             first_row, num_rows = self._own_part(group)
             self._number_rows(first_row)
-            # Statistics of no rows are NaN.
-            kept = {} if num_rows else copied(self._weights(self._built())[1])
             sums = super()._run(group, sums)
             state = self._built()
-            if kept:
-                self.state = state = self._with_weights(state, kept)
             if outer.has_turn(num_rows):
                 params, averages = outer.exchange(*self._weights(state))
                 self.state = self._with_weights(state, params | averages)

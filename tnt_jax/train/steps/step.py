@@ -214,6 +214,11 @@ def make_train_step(
     def step(state: TrainState, sums: Any, batch: Batch) -> tuple[TrainState, Any]:
         local = differentiate(parts, state, batch, mesh)
         rows = num_real_rows(batch)
+        # A group of local steps may have no row of a batch, whose statistics are not finite.
+        has_rows = None if state.first_row is None or batch.mask is None else rows > 0
+        if has_rows is not None:
+            grads = jax.tree.map(lambda x: jnp.where(has_rows, x, 0), local.grads)
+            local = local._replace(grads=grads)
         average = StateAverage(local.model_state, share_of_rows(batch, rows))
         total_of = partial(sum_gradients, reduction=reduction, order=local.order)
         grads, unfit = None, 0
@@ -247,6 +252,13 @@ def make_train_step(
                 return accumulate(before, local.grads, reduce_and_update, accumulation_steps)
 
         model_state = average.result(totals)
+        if has_rows is not None:
+
+            def unless_empty(new: jax.Array, old: jax.Array) -> jax.Array:
+                is_floating = jnp.issubdtype(new.dtype, jnp.floating)
+                return jnp.where(has_rows, new, old) if is_floating else new
+
+            model_state = jax.tree.map(unless_empty, model_state, state.model_state)
         loss, losses, increments = numbers
 
         def finish() -> tuple[TrainState, Any]:
