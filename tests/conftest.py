@@ -1,5 +1,6 @@
 """Eight virtual CPU devices for the tests' own process, set before JAX starts."""
 
+import functools
 import gc
 import logging
 import os
@@ -29,6 +30,8 @@ except UnsafeFolder as error:
     warnings.warn(f"Nothing is cached between tests: {error}.", stacklevel=1)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# That two results are both NaN does not show that either is right.
+np.testing.assert_allclose = functools.partial(np.testing.assert_allclose, equal_nan=False)
 
 
 def pytest_xdist_auto_num_workers(config):
