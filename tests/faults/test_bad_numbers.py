@@ -213,6 +213,14 @@ def test_steps_skipped_in_a_row_are_counted_on_from_a_saved_position(use_ranks, 
     np.testing.assert_array_equal(sums[CHECKED], [in_a_row, 0, 7])
 
 
+def test_steps_that_were_skipped_are_steps_that_were_run(use_ranks):
+    use_ranks(2)
+    x, y = rows(40)
+    x[NAN_ROW] = np.nan
+    model, _ = fit(x, y, on_nan="skip", epochs=1)
+    assert (int(model.state.step), model._shared.progress.num_steps) == (4, 5)
+
+
 @pytest.mark.long
 def test_a_scale_of_the_loss_that_adapts_itself_still_does(use_ranks):
     use_ranks(2)

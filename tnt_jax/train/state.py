@@ -29,7 +29,8 @@ class TrainState:
             step)`. A typed key among the results would disable JAX's fast path for starting
             programs.
         accumulated: Sums of each rank's own gradients since the last update, arrays `[ranks, ...]`
-            of which each rank holds its row; None if every step updates.
+            of which each rank holds its row, or one row of sums over the ranks that all hold; None
+            if every step updates.
         residual: What compression left out of each rank's gradients so far, arrays `[ranks, ...]`
             of which each rank holds its row; None without compression.
         first_row: Rows of the global batch before those of these ranks, uint32 scalar, where other

@@ -118,6 +118,8 @@ def test_rounds_equal_a_plain_loop(pairs, name):
     for result in pairs[name]:
         for found, leaf in zip(weights(result), expected, strict=True):
             np.testing.assert_allclose(found, leaf, rtol=1e-5, atol=1e-5)
+        if name == "bad rows":
+            assert result["history skipped_steps"].tolist() == [len(BAD_ROWS)] * 2
 
 
 def test_a_group_names_the_row_for_which_it_raises(tmp_path):
