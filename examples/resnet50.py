@@ -20,6 +20,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 import jax.numpy as jnp
+import numpy as np
 from learning_rates import WarmupExponential, WarmupSteps
 
 import tnt_jax as tnt
@@ -79,13 +80,27 @@ def tfds_records(args):
     return records("train"), records("validation"), builder.info.splits["train"].num_examples
 
 
+class SyntheticImages:
+    """Images of random numbers and labels, which need no decoding."""
+
+    def __init__(self, num_examples, size, num_classes):
+        shape = (min(64, num_examples), size, size, 3)
+        self._patterns = np.random.default_rng(42).standard_normal(shape, np.float32)
+        self._num_examples, self._num_classes = num_examples, num_classes
+
+    def __len__(self):
+        return self._num_examples
+
+    def __getitem__(self, index):
+        return self._patterns[index % len(self._patterns)], np.int32(index % self._num_classes)
+
+
 def make_data(args):
     """Returns training and validation data, and the number of training images."""
     if args.synthetic_data:
-        shape = (args.image_size, args.image_size, 3)
 
         def batches(size):
-            images = tnt.data.SyntheticImages(size, shape=shape, num_classes=args.num_classes)
+            images = SyntheticImages(size, args.image_size, args.num_classes)
             return tnt.data.RandomAccess(
                 images, batch_size=args.batch_size, drop_remainder=args.drop_remainder
             )

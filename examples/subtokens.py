@@ -17,8 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tnt_jax.data.recipes.text import END_ID, PAD_ID, TokenPairs
+import tnt_jax as tnt
 
+PAD_ID, END_ID = 0, 1
 RESERVED = ("<pad>", "<EOS>")  # Tokens PAD_ID and END_ID.
 ESCAPES = {"\\": "\\\\", "_": "\\u"}
 ESCAPE_CHARACTERS = set("\\_u;0123456789")
@@ -27,7 +28,7 @@ UNDEFINED = "\u3013"  # Decoded from a code that no character has.
 
 
 class SubtokenVocabulary:
-    """A list of subtokens that turns text into token ids and back, like `tnt.data.Vocabulary`.
+    """A list of subtokens that turns text into token ids and back.
 
     Args:
         file: One subtoken a line, in quotes. The lines of `<pad>` and `<EOS>` (`<pad>_` and
@@ -144,21 +145,30 @@ def read_token_pairs(files, vocabulary, *, max_length, num_pairs=None):
         ValueError: If an example lacks a list or an end, has a token that the vocabulary has not,
             or a file is damaged; the text names file and example. Also if no pair is left.
     """
-    sides, num_read = ([], []), 0
+    pairs = []
     for file in files:
-        pairs = _read_pairs(file, -1 if num_pairs is None else num_pairs - num_read)
-        for number, pair in enumerate(pairs):
+        read = _read_pairs(file, -1 if num_pairs is None else num_pairs - len(pairs))
+        for number, pair in enumerate(read):
             _check_pair(pair, vocabulary, f"{file}, example {number}")
-            if max(map(len, pair)) <= max_length:
-                for side, tokens in zip(sides, pair, strict=True):
-                    side.append(tokens.astype(np.int32))
-        num_read += len(pairs)
-    if not sides[0]:
+            pairs.append([tokens.astype(np.int32) for tokens in pair])
+    return short_pairs(pairs, max_length)
+
+
+def short_pairs(pairs, max_length):
+    """Returns, of encoded pairs, those that have at most `max_length` tokens on both sides.
+
+    Raises:
+        ValueError: If no pair is left.
+    """
+    short = [pair for pair in pairs if max(map(len, pair)) <= max_length]
+    if not short:
         raise ValueError(
-            f"None of {num_read} pairs in {files[0]} and the files beside it has at most "
-            f"{max_length} tokens on both sides. Raise --max_length."
+            f"None of {len(pairs)} pairs has at most {max_length} tokens on both sides. Raise "
+            f"--max_length."
         )
-    return TokenPairs(*sides, num_too_long=num_read - len(sides[0]))
+    if len(short) < len(pairs) and tnt.is_master_rank():
+        print(f"Left out {len(pairs) - len(short)} of {len(pairs)} pairs, which are too long.")
+    return tnt.data.TokenPairs(*map(list, zip(*short, strict=True)))
 
 
 def _read_pairs(file, num_examples):

@@ -1,15 +1,19 @@
-"""Texts of the translation tutorial: finding and encoding them, translating test sentences, and
+"""Texts of the translation tutorial: reading and encoding them, translating test sentences, and
 BLEU.
 """
 
+import gzip
+import io
+from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import sentencepiece
 import subtokens
+from subtokens import END_ID, PAD_ID
 
 import tnt_jax as tnt
-from tnt_jax.data.recipes.text import ParallelCorpus, TokenPairs
-from tnt_jax.data.recipes.token_batches import bucket_lengths
 
 
 def problem_of(args):
@@ -45,11 +49,10 @@ def problem_of(args):
 def training_pairs(args):
     """Returns the encoded training pairs and the vocabulary, which is None for synthetic data."""
     if args.synthetic_data:
-        examples = tnt.data.SyntheticTokens(
-            args.num_sentences or 10_000, length=args.max_length, vocabulary_size=args.vocab_size
-        )
-        sides = zip(*(examples[index] for index in range(len(examples))), strict=True)
-        return TokenPairs(*map(list, sides)), None
+        shape = (2, args.num_sentences or 10_000, args.max_length)
+        tokens = np.random.default_rng(42).integers(2, args.vocab_size, shape, dtype=np.int32)
+        tokens[..., -1] = END_ID
+        return tnt.data.TokenPairs(*map(list, tokens)), None
     files = token_files(Path(args.data_dir))
     if files:
         return training_tokens(args, files)
@@ -62,17 +65,153 @@ def training_pairs(args):
         vocabulary = read_vocabulary(args.vocab_file)
     else:
         file = Path(args.model_dir) / "subwords.model"
-        vocabulary = tnt.data.learn_vocabulary(
-            [*corpus.sources, *corpus.targets], file, size=args.vocab_size
+        texts = [*corpus.sources, *corpus.targets]
+        vocabulary = learn_vocabulary(texts, file, size=args.vocab_size)
+    pairs = zip(*map(vocabulary.encode, corpus), strict=True)
+    return subtokens.short_pairs(list(pairs), args.max_length), vocabulary
+
+
+class ParallelCorpus(NamedTuple):
+    """Sentences and as many translations."""
+
+    sources: list
+    targets: list
+
+
+def read_parallel(source_file, target_file, *, skip=False):
+    """Returns the corpus of two UTF-8 files, each may be `.gz`, whose lines translate each other.
+
+    Raises:
+        ValueError: If the files differ in length, or at an empty line unless it is to be skipped;
+            the text names the file and the line.
+    """
+    sources, targets = read_lines(source_file), read_lines(target_file)
+    if len(sources) != len(targets):
+        raise ValueError(
+            f"The lines of two parallel files must translate one another, but {source_file} has "
+            f"{len(sources)} lines and {target_file} has {len(targets)}. Check that both are "
+            "complete."
         )
-    return tnt.data.encode_pairs(corpus, vocabulary, max_length=args.max_length), vocabulary
+    pairs = zip(sources, targets, strict=True)
+    return make_corpus(pairs, f"{source_file} or {target_file}", skip=skip)
+
+
+def read_tsv(file, *, skip=False):
+    """Returns the corpus of a UTF-8 file, which may be `.gz`: the first two columns of each line.
+
+    Raises:
+        ValueError: As `read_parallel` does.
+    """
+    return make_corpus((line.split("\t")[:2] for line in read_lines(file)), file, skip=skip)
+
+
+def make_corpus(pairs, name, *, skip):
+    """Returns the corpus of pairs of texts, without those that are incomplete, which are counted;
+    or raises an error at the first of them, unless told to skip it.
+    """
+    kept, num_skipped = [], 0
+    for number, pair in enumerate(pairs, 1):
+        if len(pair) == 2 and all(text.strip() for text in pair):
+            kept.append([text.strip() for text in pair])
+        elif skip:
+            num_skipped += 1
+        else:
+            raise ValueError(f"{name}, line {number}: a sentence or its translation is missing.")
+    if num_skipped and tnt.is_master_rank():
+        print(f"Skipped {num_skipped} pairs that are incomplete; {len(kept)} are left.")
+    return ParallelCorpus(*(map(list, zip(*kept, strict=True)) if kept else ([], [])))
+
+
+def read_lines(file):
+    """Returns the lines of a UTF-8 file, which may be `.gz`."""
+    content = Path(file).read_bytes()
+    try:
+        text = (gzip.decompress(content) if str(file).endswith(".gz") else content).decode()
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(f"{file} cannot be read as UTF-8 text: {error}.") from error
+    # Not splitlines(), which also ends lines at characters such as U+2028 within sentences.
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+
+
+class Vocabulary:
+    """A SentencePiece model that turns text into token ids and back.
+
+    Args:
+        file: The model, as `learn_vocabulary` writes it.
+
+    Raises:
+        ValueError: If the file is no such model, or padding or end have other ids.
+    """
+
+    def __init__(self, file):
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        except RuntimeError as error:
+            raise ValueError(f"{file} is not a SentencePiece model ({error}).") from error
+        ids = (self._processor.pad_id(), self._processor.eos_id())
+        if ids != (PAD_ID, END_ID):
+            raise ValueError(
+                f"{file} must have padding as token {PAD_ID} and the end of a sentence as token "
+                f"{END_ID}, but has {ids}."
+            )
+
+    @property
+    def size(self):
+        """Number of tokens."""
+        return self._processor.vocab_size()
+
+    def encode(self, texts):
+        """Returns the tokens of each text, int32 `[tokens]`, with `END_ID` last."""
+        return [
+            np.array([*tokens, END_ID], np.int32) for tokens in self._processor.encode(list(texts))
+        ]
+
+    def decode(self, tokens):
+        """Returns the text of tokens up to the first `END_ID`, without padding."""
+        text = takewhile(lambda token: token != END_ID, tokens)
+        return self._processor.decode([int(token) for token in text if token != PAD_ID])
+
+
+def learn_vocabulary(texts, file, *, size):
+    """Learns a byte-pair vocabulary (Sennrich et al. 2016, arXiv:1508.07909) of `size` tokens and
+    writes it to a file, unless that exists; the first process does, and the others wait.
+
+    Raises:
+        ValueError: If the texts have too few or too many different characters for `size`.
+    """
+    if tnt.is_master_rank() and not file.exists():
+        model = io.BytesIO()
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(texts),
+                model_writer=model,
+                model_type="bpe",
+                vocab_size=size,
+                character_coverage=1.0,
+                pad_id=PAD_ID,
+                eos_id=END_ID,
+                unk_id=2,
+                bos_id=-1,
+                minloglevel=2,
+            )
+        except RuntimeError as error:
+            raise ValueError(
+                f"No vocabulary of {size} tokens can be learnt from these texts: {error}"
+            ) from error
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # Written whole, or not at all.
+        unfinished = file.with_suffix(".unfinished")
+        unfinished.write_bytes(model.getvalue())
+        unfinished.replace(file)
+    tnt.barrier(timeout_s=3600)
+    return Vocabulary(file)
 
 
 def read_vocabulary(file):
     """Returns the vocabulary of a file: a list of quoted subtokens or a SentencePiece model."""
     if subtokens.is_subtoken_list(file):
         return subtokens.SubtokenVocabulary(file)
-    return tnt.data.Vocabulary(file)
+    return Vocabulary(file)
 
 
 def token_files(folder):
@@ -106,20 +245,19 @@ def training_corpus(args):
     folder, suffixes = Path(args.data_dir), ("", ".gz")
     tables = [file for suffix in suffixes for file in sorted(folder.glob(f"*train*.tsv{suffix}"))]
     if tables:
-        return tnt.data.read_tsv(tables[0], on_error="skip")
+        return read_tsv(tables[0], skip=True)
     files = [
         [f for suffix in suffixes for f in sorted(folder.glob(f"*train*.{side}{suffix}"))]
         for side in (args.source, args.target)
     ]
     if all(files):
-        return tnt.data.read_parallel(files[0][0], files[1][0], on_error="skip")
+        return read_parallel(files[0][0], files[1][0], skip=True)
     if (folder / "wmt14_translate").is_dir():
         pairs = tnt.data.load(
             "wmt14_translate/de-en", "train", data_dir=folder, as_supervised=False, download=False
-        )
-        return tnt.data.read_translations(
-            pairs.as_numpy_iterator(), source=args.source, target=args.target, on_error="skip"
-        )
+        ).as_numpy_iterator()
+        sides = ((pair[args.source].decode(), pair[args.target].decode()) for pair in pairs)
+        return make_corpus(sides, "wmt14_translate", skip=True)
     raise FileNotFoundError(
         f"{folder} holds no training texts: looked for *train*.tsv, *train*.{args.source} with "
         f"*train*.{args.target} (each also .gz), wmt14_translate as prepared by TensorFlow "
@@ -131,7 +269,7 @@ def test_corpus(args):
     """Returns the test sentences and their translations, or None if there are none."""
     if not args.bleu_source:
         return None
-    corpus = tnt.data.read_parallel(args.bleu_source, args.bleu_ref)
+    corpus = read_parallel(args.bleu_source, args.bleu_ref)
     if args.max_words:
         kept = [
             pair
@@ -218,7 +356,7 @@ def translate(translator, vocabulary, sentences, *, batch_size, max_length):
         tokens if len(tokens) <= max_length else np.append(tokens[: max_length - 1], 1)
         for tokens in vocabulary.encode(sentences)
     ]
-    buckets = np.array(bucket_lengths(max(map(len, encoded))))
+    buckets = np.array(tnt.data.bucket_lengths(max(map(len, encoded))))
     bucket_of = np.searchsorted(buckets, [len(tokens) for tokens in encoded])
     size = max(batch_size, tnt.get_size())
     translations = [""] * len(sentences)

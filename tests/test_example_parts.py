@@ -10,7 +10,7 @@ import pytest
 from example_modules import EXAMPLES
 from long_params import long_but_last
 
-from tnt_jax.data.recipes.text import TokenPairs
+from tnt_jax.data import TokenPairs
 
 import configuration  # isort: skip
 import learning_rates  # isort: skip

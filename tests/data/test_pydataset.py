@@ -6,7 +6,6 @@ from tnt_jax.data.dispatch import as_source
 from tnt_jax.data.indexed.pydataset import PyDatasetSource
 from tnt_jax.data.indexed.random_access import RandomAccess, RandomAccessSource
 from tnt_jax.data.layout import RankSlice, ReadOptions
-from tnt_jax.data.recipes.synthetic import SyntheticImages, SyntheticTokens
 
 keras = pytest.importorskip("keras", reason="needs Keras")
 
@@ -35,6 +34,19 @@ class Batches(keras.utils.PyDataset):
 
     def on_epoch_end(self):
         self.epochs.append("end")
+
+
+class Squares:
+    """Rows that are read one by one."""
+
+    def __init__(self, num_rows):
+        self._num_rows = num_rows
+
+    def __len__(self):
+        return self._num_rows
+
+    def __getitem__(self, index):
+        return np.full(2, index, np.float32), index**2
 
 
 def rows_of(batches):
@@ -78,7 +90,7 @@ def test_fit_recognises_what_it_is_given():
     rank_slice = RankSlice(2)
     assert isinstance(as_source(Batches(), None, None, ReadOptions(rank_slice)), PyDatasetSource)
     source = as_source(
-        SyntheticImages(100, shape=(2, 2, 1)),
+        Squares(100),
         None,
         None,
         ReadOptions(rank_slice, micro_batch_size=8, shuffle=True),
@@ -86,28 +98,11 @@ def test_fit_recognises_what_it_is_given():
     assert isinstance(source, RandomAccessSource)
     assert (source.global_batch_size, source.num_batches) == (16, 7)
     source = as_source(
-        RandomAccess(SyntheticImages(100, shape=(2, 2, 1)), batch_size=10),
+        RandomAccess(Squares(100), batch_size=10),
         None,
         None,
         ReadOptions(rank_slice),
     )
     assert source.global_batch_size == 10
     with pytest.raises(ValueError, match="Random-access datasets are split over all processes"):
-        as_source(SyntheticImages(4), None, None, ReadOptions(rank_slice, distribute=False))
-
-
-def test_synthetic_examples_are_reproducible():
-    images = SyntheticImages(1000, shape=(4, 4, 3), num_classes=10, dtype="uint8")
-    assert images[999][0].dtype == np.uint8
-    assert images[999][1] == 9
-    np.testing.assert_array_equal(
-        images[70][0], SyntheticImages(1000, shape=(4, 4, 3), dtype="uint8")[70][0]
-    )
-    source, target = SyntheticTokens(10, length=5, vocabulary_size=9)[3]
-    assert source[-1] == target[-1] == 1
-    assert (source[:-1] >= 2).all()
-    assert (source < 9).all()
-    with pytest.raises(IndexError, match="from 0 to 9, but is 10"):
-        SyntheticTokens(10)[10]
-    with pytest.raises(ValueError, match="num_examples"):
-        SyntheticImages(0)
+        as_source(Squares(4), None, None, ReadOptions(rank_slice, distribute=False))

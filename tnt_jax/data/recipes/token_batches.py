@@ -8,9 +8,21 @@ import numpy as np
 
 from tnt_jax.data.layout import RankSlice, local_rows
 from tnt_jax.data.permutation import Permutation, RowOrder
-from tnt_jax.data.recipes.text import PAD_ID, TokenPairs
 from tnt_jax.data.sources import HostBatch, checksum_of
 from tnt_jax.log import logger
+
+PAD_ID = 0
+
+
+@dataclass(frozen=True)
+class TokenPairs:
+    """Sources and as many targets, encoded: int32 `[tokens]` each, without padding, token 0."""
+
+    sources: list[np.ndarray]
+    targets: list[np.ndarray]
+
+    def __len__(self) -> int:
+        return len(self.sources)
 
 
 def inputs_and_targets(sources: np.ndarray, targets: np.ndarray) -> Any:
@@ -166,40 +178,3 @@ def _padded(sequences: list[np.ndarray], length: int) -> np.ndarray:
     for row, tokens in zip(result, sequences, strict=True):
         row[: len(tokens)] = tokens
     return result
-
-
-class PaddedPairs:
-    """Pairs padded to one length, as a random-access dataset: the simplest batches, in one shape.
-
-    Args:
-        pairs: Encoded pairs.
-        length: Tokens of each padded sequence.
-        structure: Maps source and target, int32 `[length]`, to an example.
-
-    Raises:
-        ValueError: If a sequence is longer than `length`.
-    """
-
-    def __init__(
-        self,
-        pairs: TokenPairs,
-        length: int,
-        *,
-        structure: Callable[[np.ndarray, np.ndarray], Any] = inputs_and_targets,
-    ) -> None:
-        longest = max((len(tokens) for tokens in (*pairs.sources, *pairs.targets)), default=0)
-        if longest > length:
-            raise ValueError(
-                f"The longest sequence has {longest} tokens, more than length={length}. Pass "
-                "max_length to encode_pairs."
-            )
-        self._pairs = pairs
-        self._length = length
-        self._structure = structure
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def __getitem__(self, index: int) -> Any:
-        source, target = _padded([*self._pairs[index]], self._length)
-        return self._structure(source, target)
