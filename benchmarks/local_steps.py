@@ -20,10 +20,10 @@ changes with time. Results on test data need no links, and no idle machine:
 
 What is in the output file already is not run again. `--sync` changes arguments of local steps:
 fragments need more steps to travel over a slower link, `--sync delay=12 compress=float4`, and with
-`--sync outer=1` the outer optimizer is SGD of that rate without momentum. With `--decay` the rate
-falls to zero along a cosine, so that results on test data vary less from seed to seed. `--ways
-"torchft DiLoCo"` and others of its name take torchft instead (local_steps_torchft.py). `--table`
-prints files of earlier runs.
+`--sync outer=1` the outer optimizer is SGD of that rate, without momentum or with that of
+`momentum=0.5`. With `--decay` the rate falls to zero along a cosine, so that results on test data
+vary less from seed to seed. `--ways "torchft DiLoCo"` and others of its name take torchft instead
+(local_steps_torchft.py). `--table` prints files of earlier runs.
 """
 
 import argparse
@@ -106,10 +106,12 @@ def make_model(task: dict[str, Any], steps: int) -> Any:
 
     import tnt_jax as tnt
 
-    given = task["sync"]
-    if given is not None and "outer" in given:
-        given = given | {"outer": optax.sgd(given["outer"])}
-    sync = None if given is None else tnt.LocalSteps(**given, groups="process")
+    sync = None
+    if task["sync"] is not None:
+        given = dict(task["sync"])
+        if "outer" in given:
+            given["outer"] = optax.sgd(given["outer"], momentum=given.pop("momentum", None))
+        sync = tnt.LocalSteps(**given, groups="process")
     name = task["model"]
     module = (
         tnt.models.Decoder(**tnt.models.DECODER_SIZES["tiny"])
@@ -301,9 +303,11 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def argument(text: str) -> tuple[str, Any]:
-    """Returns an argument of `LocalSteps` from text such as `delay=12`."""
+    """Returns an argument of `LocalSteps` from text such as `delay=12`, or of the outer SGD."""
     name, _, value = text.partition("=")
-    return name, int(value) if value.isdecimal() else value
+    if value.isdecimal():
+        return name, int(value)
+    return name, float(value) if name in ("outer", "momentum") else value
 
 
 def main() -> None:

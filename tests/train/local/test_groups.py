@@ -67,12 +67,15 @@ def test_invalid_rounds_are_refused(options, error, text):
         tnt.LocalSteps(**options)
 
 
-@pytest.mark.parametrize(("has_statistics", "expected"), [(False, -0.7 * 1.9), (True, -1.0)])
+@pytest.mark.parametrize(
+    ("has_statistics", "expected"), [(False, [-0.7 * 1.9, -0.7 * 2.71]), (True, [-1.0, -1.0])]
+)
 def test_the_outer_weights_are_the_mean_where_there_are_moving_statistics(has_statistics, expected):
     optimizer = tnt.LocalSteps().transformation(has_statistics=has_statistics)
     move = {"w": np.float32(1.0)}
-    update, _ = optimizer.update(move, optimizer.init(move), move)
-    np.testing.assert_allclose(update["w"], expected, rtol=1e-6)
+    first, state = optimizer.update(move, optimizer.init(move), move)
+    second, _ = optimizer.update(move, state, move)
+    np.testing.assert_allclose([first["w"], second["w"]], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,8 @@ def make_groups(monkeypatch):
         monkeypatch.setattr(module, "Links", wires)
         monkeypatch.setattr(module, "link", object)
         mesh = tnt.init(devices=[0]).mesh
-        sync = LocalSteps(every=4, outer=optax.sgd(1.0), groups="process", **options)
+        options = {"outer": optax.sgd(1.0)} | options
+        sync = LocalSteps(every=4, groups="process", **options)
         params = {path: jax.numpy.asarray(x, jax.numpy.float32) for path, x in START.items()}
         groups = [
             OuterUpdates(Group(index, ((0,), (0,)), mesh), sync, params, {}) for index in (0, 1)
@@ -95,6 +96,13 @@ def test_what_is_taken_back_travels_with_the_next_turn(make_groups):
         for path, x in before.items():
             np.testing.assert_array_equal(found[path], x)
         assert len(outer.shared_arrays()["under_way"]) == 0
+
+
+def test_state_of_another_outer_optimizer_is_refused(make_groups):
+    (saved, _), _ = make_groups()
+    (found, _), _ = make_groups(outer=optax.sgd(1.0, momentum=0.5))
+    with pytest.raises(ValueError, match="another outer optimizer, without 'outer/0/0/trace/a'"):
+        found.restore(saved.own_arrays(), saved.shared_arrays())
 
 
 def test_a_group_that_missed_an_update_takes_it_from_another(make_groups):

@@ -218,6 +218,11 @@ class OuterUpdates:
 
         def like(tree: Any, arrays: Mapping[str, np.ndarray]) -> Any:
             paths = state_arrays(tree)
+            if missing := [path for path in paths if path not in arrays]:
+                raise ValueError(
+                    f"The checkpoint is of another outer optimizer, without {missing[0]!r}. Pass "
+                    "the one that it was trained with as LocalSteps(outer=...)."
+                )
             return jax.tree.structure(tree).unflatten([put(arrays[path]) for path in paths])
 
         self._residual = like({"residual": self._residual}, own)["residual"]
