@@ -30,6 +30,10 @@ except UnsafeFolder as error:
     warnings.warn(f"Nothing is cached between tests: {error}.", stacklevel=1)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# Most time goes into compiling programs that run once. LLVM's optimizations change no result but in
+# the last bits, for which tests/reproducible turns them on. JAX_DISABLE_MOST_OPTIMIZATIONS=0 does so
+# for all tests.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # That two results are both NaN does not show that either is right.
 np.testing.assert_allclose = functools.partial(np.testing.assert_allclose, equal_nan=False)
 

@@ -20,11 +20,8 @@ from subtokens import SubtokenVocabulary  # isort: skip
 def run(*command, num_processes=0, timeout_s=300):
     """Runs an example, by the launcher if `num_processes` is not 0."""
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    # Examples are started to see them work: the compiler need not take its time.
-    options = {"PYTHONPATH": paths, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    return launch(
-        num_processes, EXAMPLES / command[0], *command[1:], timeout_s=timeout_s, **options
-    )
+    example = EXAMPLES / command[0]
+    return launch(num_processes, example, *command[1:], timeout_s=timeout_s, PYTHONPATH=paths)
 
 
 def succeed(*command, num_processes=2):
