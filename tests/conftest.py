@@ -31,8 +31,8 @@ except UnsafeFolder as error:
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Most time goes into compiling programs that run once. LLVM's optimizations change no result but in
-# the last bits, for which tests/reproducible turns them on. JAX_DISABLE_MOST_OPTIMIZATIONS=0 does so
-# for all tests.
+# the last bits; the fixture `all_optimizations` turns them on for tests of those, and
+# JAX_DISABLE_MOST_OPTIMIZATIONS=0 for all tests.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # That two results are both NaN does not show that either is right.
 np.testing.assert_allclose = functools.partial(np.testing.assert_allclose, equal_nan=False)
@@ -59,6 +59,19 @@ def programs_of_this_file_alone():
     yield
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
+
+
+@pytest.fixture(scope="module")
+def all_optimizations():
+    """Compiles as for users, for the tests of a file and in the processes that they start."""
+    import jax
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")
+        before = jax.config.read("jax_disable_most_optimizations")
+        jax.config.update("jax_disable_most_optimizations", False)
+        yield
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(autouse=True)

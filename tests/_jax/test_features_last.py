@@ -11,6 +11,7 @@ from jax import lax
 
 from tnt_jax import _jax
 
+pytestmark = pytest.mark.usefixtures("all_optimizations")
 RNG = np.random.default_rng(0)
 
 
