@@ -282,7 +282,8 @@ class Table:
     def _test(self, key: tuple[Any, ...]) -> str:
         *same, way = key
         found = {name: self._tests(key, name) for name in ("loss", "accuracy")}
-        plain = {name: self._tests((*same, "synchronous"), name) for name in found}
+        seeds = [one["seed"] for one in self._runs[key]]
+        plain = {name: self._tests((*same, "synchronous"), name, seeds) for name in found}
         loss = np.mean(found["loss"]) / np.mean(plain["loss"] or np.nan) - 1
         accuracy = np.mean(found["accuracy"]) - np.mean(plain["accuracy"] or np.nan)
         cells = [str(cell) for cell in (same[1], same[2], way)]
@@ -290,8 +291,11 @@ class Table:
         cells += [_spread(found["accuracy"]), f"{100 * accuracy:+.2f} points"]
         return _row([*cells, str(len(found["loss"]))])
 
-    def _tests(self, key: tuple[Any, ...], name: str) -> list[float]:
-        return [one["test"][name] for one in self._runs.get(key, [])]
+    def _tests(
+        self, key: tuple[Any, ...], name: str, seeds: Sequence[int] | None = None
+    ) -> list[float]:
+        runs = self._runs.get(key, [])
+        return [one["test"][name] for one in runs if seeds is None or one["seed"] in seeds]
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -30,7 +30,7 @@ except UnsafeFolder as error:
     warnings.warn(f"Nothing is cached between tests: {error}.", stacklevel=1)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-# Most time goes into compiling programs that run once. LLVM's optimizations change no result but in
+# About half of the time goes into compiling programs that run once. LLVM's optimizations change no result but in
 # the last bits; the fixture `all_optimizations` turns them on for tests of those, and
 # JAX_DISABLE_MOST_OPTIMIZATIONS=0 for all tests.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")

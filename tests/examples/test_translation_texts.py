@@ -1,3 +1,4 @@
+import argparse
 import gzip
 import os
 from pathlib import Path
@@ -14,7 +15,10 @@ from translation_data import (
     learn_vocabulary,
     read_parallel,
     read_tsv,
+    training_corpus,
 )
+
+import tnt_jax as tnt
 
 DATA = os.environ.get("TNT_JAX_DATA")
 needs_data = pytest.mark.skipif(
@@ -58,6 +62,17 @@ def test_table(tmp_path):
     (tmp_path / "b.tsv").write_bytes(b"\xff\xfe\n")
     with pytest.raises(ValueError, match=r"b\.tsv cannot be read as UTF-8 text"):
         read_tsv(tmp_path / "b.tsv")
+
+
+def test_translation_sets(tmp_path, monkeypatch):
+    class Pairs:
+        def as_numpy_iterator(self):
+            return iter([{"en": b"a", "de": b"\xc3\xa4"}, {"en": b"b", "de": b" "}])
+
+    (tmp_path / "wmt14_translate").mkdir()
+    monkeypatch.setattr(tnt.data, "load", lambda *_, **__: Pairs())
+    args = argparse.Namespace(data_dir=tmp_path, source="de", target="en")
+    assert training_corpus(args) == (["\u00e4"], ["a"])
 
 
 @needs_data

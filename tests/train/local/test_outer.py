@@ -98,10 +98,17 @@ def test_what_is_taken_back_travels_with_the_next_turn(make_groups):
         assert len(outer.shared_arrays()["under_way"]) == 0
 
 
-def test_state_of_another_outer_optimizer_is_refused(make_groups):
+@pytest.mark.parametrize(
+    ("options", "lacks"),
+    [
+        ({"outer": optax.sgd(1.0, momentum=0.5)}, "outer/0/0/trace/a"),
+        ({"compress": "int8"}, "residual/a"),
+    ],
+)
+def test_state_of_other_local_steps_is_refused(make_groups, options, lacks):
     (saved, _), _ = make_groups()
-    (found, _), _ = make_groups(outer=optax.sgd(1.0, momentum=0.5))
-    with pytest.raises(ValueError, match="another outer optimizer, without 'outer/0/0/trace/a'"):
+    (found, _), _ = make_groups(**options)
+    with pytest.raises(ValueError, match=f"lacks '{lacks}'.* Pass the outer optimizer, fragments"):
         found.restore(saved.own_arrays(), saved.shared_arrays())
 
 

@@ -35,8 +35,8 @@ class LocalSteps:
         outer: Outer optimizer: an Optax transformation or a `tnt_jax.optimizers` object; by
             default, as in the paper, SGD with rate 0.7 and Nesterov momentum 0.9. With moving
             statistics, such as BatchNorm's, it is the mean of the groups' weights (SGD with rate
-            1): momentum leads to weights for which the statistics are wrong, unless the rate within
-            groups falls to zero.
+            1): momentum leads to weights for which the statistics are wrong, as long as the groups
+            move far.
         fragments: Parts of the parameters that are sent one after the other, at equal distances
             within `every` steps.
         delay: Steps that run while a fragment travels; then the group's weights become the mean of

@@ -220,8 +220,8 @@ class OuterUpdates:
             paths = state_arrays(tree)
             if missing := [path for path in paths if path not in arrays]:
                 raise ValueError(
-                    f"The checkpoint is of another outer optimizer, without {missing[0]!r}. Pass "
-                    "the one that it was trained with as LocalSteps(outer=...)."
+                    f"The checkpoint lacks {missing[0]!r}, which these local steps need. Pass the "
+                    "outer optimizer, fragments and compression that it was trained with."
                 )
             return jax.tree.structure(tree).unflatten([put(arrays[path]) for path in paths])
 
