@@ -8,6 +8,7 @@ from linear_steps import model_state, parameters
 from long_params import long_but_last
 
 from tnt_jax.distributed.sums.reduction import Reduction
+from tnt_jax.train.contracts import Start
 from tnt_jax.train.state import create_state, started_at_once
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
 
@@ -74,9 +75,7 @@ def test_with_a_sharded_optimizer_each_rank_holds_a_part_of_its_state(use_ranks,
     steps = DataParallelSteps(runtime, Reduction(shard_optimizer_state=True))
     params = {"w": np.ones((16, 3), np.float32)}
     variables = type("Variables", (tuple,), {})((params, {}))
-    state = steps.put_state(
-        steps.create_state(variables, optax.adam(0.1), seed=0, accumulation_steps=1)
-    )
+    state = steps.put_state(steps.create_state(variables, Start(optax.adam(0.1), seed=0)))
     held = [shard.data.size for shard in state.opt_state[0].mu["w"].addressable_shards]
     assert held == [48 // num_ranks] * num_ranks
     assert {shard.data.size for shard in state.params["w"].addressable_shards} == {48}

@@ -11,6 +11,7 @@ from long_params import long_but_last
 
 from tnt_jax.distributed.sums.random_rows import row_key
 from tnt_jax.distributed.sums.reduction import Reduction
+from tnt_jax.train.contracts import Start
 from tnt_jax.train.execution import stack
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
 from tnt_jax.train.steps.epoch_sums import zero_sums
@@ -32,10 +33,10 @@ class Job:
         steps = DataParallelSteps(runtime, Reduction())
         self.state = steps.put_state(
             steps.create_state(
-                (parameters(), model_state()), optax.sgd(0.1), seed=5,
-                accumulation_steps=options.get("accumulation_steps", 1),
+                (parameters(), model_state()),
+                Start(optax.sgd(0.1), 5, options.get("accumulation_steps", 1)),
             )
-        )  # fmt: skip
+        )
         self.sums = zero_sums(self.parts, self.state, make_batches(16)[0], self.mesh)
         self.options = {"reduction": Reduction(), **options}
 

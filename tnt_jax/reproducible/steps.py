@@ -39,7 +39,7 @@ from tnt_jax.reproducible.virtual_ranks import (
     join,
     split,
 )
-from tnt_jax.train.contracts import Apply, Batch, Parts, Steps
+from tnt_jax.train.contracts import Apply, Batch, Parts, Start, Steps
 from tnt_jax.train.finite import OnNaN, is_finite_step, loss_scale, take_or_leave
 from tnt_jax.train.state import TrainState, create_state, started_at_once, updated
 from tnt_jax.train.steps.epoch_sums import add_sums, num_local_rows
@@ -58,19 +58,12 @@ class ReproducibleSteps(Steps):
         self.evaluate = partial(make_eval_step, ranks=ranks)
         self.predict = partial(make_predict_step, ranks=ranks)
 
-    def create_state(
-        self,
-        variables: Variables,
-        optimizer: optax.GradientTransformation,
-        *,
-        seed: int,
-        accumulation_steps: int,
-    ) -> TrainState:
+    def create_state(self, variables: Variables, start: Start) -> TrainState:
         """Returns the state before the first update, which accumulates sums of whole batches."""
-        num_sums = 1 if accumulation_steps > 1 else 0
-        started = started_at_once(optimizer)
+        num_sums = 1 if start.accumulation_steps > 1 else 0
+        started = started_at_once(start.optimizer)
         return self.put_state(
-            create_state(*variables, started, seed=seed, accumulating_ranks=num_sums)
+            create_state(*variables, started, seed=start.seed, accumulating_ranks=num_sums)
         )
 
     def put_state(self, state: TrainState) -> TrainState:

@@ -21,7 +21,7 @@ from tnt_jax.sharded.layout import Layout, at_stages
 from tnt_jax.sharded.options import Axis, Rule
 from tnt_jax.sharded.pipeline.pipeline import Pipeline
 from tnt_jax.sharded.pipelined_parts import PipelinedParts
-from tnt_jax.train.contracts import Apply, Batch, Measured, Parts, Steps
+from tnt_jax.train.contracts import Apply, Batch, Measured, Parts, Start, Steps
 from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.state import TrainState, copied, create_state, state_arrays, updated
 from tnt_jax.train.steps.data_parallel import fused_loops
@@ -250,22 +250,15 @@ class ShardedSteps(Steps):
         )
         return jax.jit(make, out_shardings=shardings)()
 
-    def create_state(
-        self,
-        variables: Variables,
-        optimizer: optax.GradientTransformation,
-        *,
-        seed: int,
-        accumulation_steps: int,
-    ) -> TrainState:
+    def create_state(self, variables: Variables, start: Start) -> TrainState:
         """Returns the state before the first update, whose arrays are made sharded."""
-        layout = self.layout_of(variables.params)
+        layout, init = self.layout_of(variables.params), start.optimizer.init
         params = _jax.put(copied(variables.params), layout.shardings)
-        state = create_state({}, variables.model_state, optax.identity(), seed=seed)
-        shapes = jax.eval_shape(optimizer.init, params)
-        opt_state = jax.jit(optimizer.init, out_shardings=layout.like_params(shapes))(params)
+        state = create_state({}, variables.model_state, optax.identity(), seed=start.seed)
+        shapes = jax.eval_shape(init, params)
+        opt_state = jax.jit(init, out_shardings=layout.like_params(shapes))(params)
         accumulated = None
-        if accumulation_steps > 1:
+        if start.accumulation_steps > 1:
             zeros = partial(jax.tree.map, lambda x: jnp.zeros((1, *x.shape), x.dtype))
             cut = layout.like_params(jax.eval_shape(zeros, params), before=1)
             accumulated = jax.jit(zeros, out_shardings=cut)(params)

@@ -177,6 +177,14 @@ class FusedSteps(NamedTuple):
     predict: Callable[[Callable], Callable]
 
 
+class Start(NamedTuple):
+    """What a training state begins with, beside the variables."""
+
+    optimizer: optax.GradientTransformation
+    seed: int
+    accumulation_steps: int = 1
+
+
 class Steps(Protocol):
     """How steps are compiled for the devices, and how the training state lies on them.
 
@@ -236,25 +244,11 @@ class Steps(Protocol):
         JAX can trace `make`.
         """
 
-    def create_state(
-        self,
-        variables: Variables,
-        optimizer: optax.GradientTransformation,
-        *,
-        seed: int,
-        accumulation_steps: int,
-    ) -> TrainState:
+    def create_state(self, variables: Variables, start: Start) -> TrainState:
         """Returns the state before the first update, on the devices."""
         ...
 
-    def describe_state(
-        self,
-        variables: Variables,
-        optimizer: optax.GradientTransformation,
-        *,
-        seed: int,
-        accumulation_steps: int,
-    ) -> TrainState | None:
+    def describe_state(self, variables: Variables, start: Start) -> TrainState | None:
         """Returns descriptions of the arrays that `create_state` returns, with their shardings.
 
         The variables are descriptions, too. It is None if they are known only once the variables

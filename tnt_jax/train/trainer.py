@@ -27,7 +27,7 @@ from tnt_jax.distributed.liveness import phases
 from tnt_jax.train import execution
 from tnt_jax.train.ahead import Ahead, ComingState, coming_state
 from tnt_jax.train.compiled_steps import CompiledSteps, Kept
-from tnt_jax.train.contracts import Batch, Hooks, Parts, Steps
+from tnt_jax.train.contracts import Batch, Hooks, Parts, Start, Steps
 from tnt_jax.train.execution import DeviceBatches, InFlight, in_groups, stack
 from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.memory_choice import first_run
@@ -217,7 +217,7 @@ class Trainer:
 
     def build_from(self, variables: Variables) -> None:
         """Creates the state from arrays as of `adapter.init`, the same on every process."""
-        self.state = self.steps.create_state(variables, **self._of_state())
+        self.state = self.steps.create_state(variables, self._start)
 
     def compile(
         self,
@@ -593,14 +593,11 @@ class Trainer:
         return np.asarray(_jax.finished(x if x.is_fully_addressable else self._replicated(x)))
 
     def _describe(self, coming: ComingState) -> None:
-        coming.describe(partial(self.steps.describe_state, **self._of_state()))
+        coming.describe(partial(self.steps.describe_state, start=self._start))
 
-    def _of_state(self) -> dict[str, Any]:
-        return {
-            "optimizer": self._optimizer or optax.identity(),
-            "seed": self._seed,
-            "accumulation_steps": self._accumulation_steps,
-        }
+    @property
+    def _start(self) -> Start:
+        return Start(self._optimizer or optax.identity(), self._seed, self._accumulation_steps)
 
 
 OF_GROUPS = "groups/"

@@ -15,7 +15,7 @@ from tnt_jax.data.feed import rank_slice_of
 from tnt_jax.data.layout import RankSlice
 from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.sums.reduction import Reduction
-from tnt_jax.train.contracts import Apply, FusedSteps, Parts, Steps
+from tnt_jax.train.contracts import Apply, FusedSteps, Parts, Start, Steps
 from tnt_jax.train.execution import mapped, scanned
 from tnt_jax.train.finite import check_uncompressed
 from tnt_jax.train.state import TrainState, create_state, descriptions, started_at_once
@@ -55,37 +55,24 @@ class DataParallelSteps(Steps):
         """Returns the function `(params, model_state, inputs, first_row) -> outputs`."""
         return make_predict_step(apply, self.mesh)
 
-    def create_state(
-        self,
-        variables: Variables,
-        optimizer: optax.GradientTransformation,
-        *,
-        seed: int,
-        accumulation_steps: int,
-    ) -> TrainState:
+    def create_state(self, variables: Variables, start: Start) -> TrainState:
         """Returns the state before the first update, on the devices."""
         state = create_state(
             *variables,
-            started_at_once(optimizer),
-            seed=seed,
-            accumulating_ranks=self._accumulated_rows if accumulation_steps > 1 else 0,
+            started_at_once(start.optimizer),
+            seed=start.seed,
+            accumulating_ranks=self._accumulated_rows if start.accumulation_steps > 1 else 0,
             compressing_ranks=self.mesh.size if self.reduction.keeps_residual else 0,
         )
         if self.reduction.keeps_residual:
             check_uncompressed(state.opt_state)
         return self.put_state(state)
 
-    def describe_state(
-        self,
-        variables: Variables,
-        optimizer: optax.GradientTransformation,
-        *,
-        seed: int,
-        accumulation_steps: int,
-    ) -> TrainState | None:
+    def describe_state(self, variables: Variables, start: Start) -> TrainState | None:
         """Returns descriptions of a new state; None if ranks keep parts of it."""
         if self.reduction.shard_optimizer_state or self.reduction.keeps_residual:
             return None
+        optimizer, seed, accumulation_steps = start
         rows = self._accumulated_rows if accumulation_steps > 1 else 0
         create = partial(create_state, optimizer=optimizer, seed=seed, accumulating_ranks=rows)
         return self.place(jax.eval_shape(create, *variables))
