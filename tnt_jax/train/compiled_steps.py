@@ -25,16 +25,13 @@ from tnt_jax.train.steps.step import compiled
 
 @dataclass(frozen=True)
 class Kept:
-    """What an elastic job traces once, as devices are opened anew for each generation.
+    """What an elastic job traces once, as devices are opened anew for each generation."""
 
-    Attributes:
-        programs: Steps by the number of ranks, and by their operands in words.
-        zeros: Sums of an epoch before its first batch, on the host, by the batch's description.
-        runs: How often steps have run, by the number of ranks, of steps, and of their rows.
-    """
-
+    # Steps by the number of ranks, and by their operands in words.
     programs: dict[tuple[int, str], bytes] = field(default_factory=dict)
+    # Sums of an epoch before its first batch, on the host, by the batch's description.
     zeros: dict[Any, Any] = field(default_factory=dict)
+    # How often steps have run, by the number of ranks, of steps, and of their rows.
     runs: Counter[tuple[int, int, int]] = field(default_factory=Counter)
 
 

@@ -35,16 +35,11 @@ class LossTerm(NamedTuple):
     """One summand of the loss, as sums over this rank's rows.
 
     The loss of the global batch is the sum over terms of `scale * psum(total) / psum(count)`.
-
-    Attributes:
-        total: Sum of weighted losses, a scalar.
-        count: Divisor of the total, a scalar; None for no division.
-        scale: The user's weight of this term.
     """
 
-    total: jax.Array
-    count: jax.Array | float | None
-    scale: float = 1.0
+    total: jax.Array  # Sum of weighted losses, a scalar.
+    count: jax.Array | float | None  # Divisor of the total, a scalar; None for no division.
+    scale: float = 1.0  # The user's weight of this term.
 
 
 class Apply(Protocol):
@@ -65,19 +60,12 @@ class Apply(Protocol):
 
 
 class Measured(NamedTuple):
-    """Numbers that a step computes from one rank's rows.
+    """Numbers that a step computes from one rank's rows."""
 
-    Attributes:
-        terms: Summands of the loss.
-        penalty: Losses that the model adds itself; they are averaged over the ranks.
-        model_state: Model state after the pass.
-        increments: Pytree of sums for the metrics.
-    """
-
-    terms: list[LossTerm]
-    penalty: jax.Array | float
-    model_state: Any
-    increments: Any
+    terms: list[LossTerm]  # Summands of the loss.
+    penalty: jax.Array | float  # Losses that the model adds itself, averaged over the ranks.
+    model_state: Any  # After the pass.
+    increments: Any  # Pytree of sums for the metrics.
 
 
 class Parts(Protocol):
@@ -100,20 +88,13 @@ class Parts(Protocol):
 
 @dataclass(frozen=True)
 class StepParts:
-    """Parts that compare the outputs of a model with targets.
-
-    Attributes:
-        apply: Forward pass over a rank's rows.
-        loss_terms: Maps outputs and batch to the summands of the loss.
-        increments: Maps outputs and batch to a pytree of sums, one entry per metric; padded rows
-            are left out.
-        rows_at_once: See `Parts`.
-    """
+    """Parts that compare the outputs of a model with targets."""
 
     apply: Apply
-    loss_terms: Callable[[Any, Batch], list[LossTerm]]
+    loss_terms: Callable[[Any, Batch], list[LossTerm]]  # Of outputs and batch.
+    # From outputs and batch to a pytree of sums, one entry per metric, without padded rows.
     increments: Callable[[Any, Batch], Any]
-    rows_at_once: int | None = None
+    rows_at_once: int | None = None  # See `Parts`.
 
     def measure(
         self, params: Any, model_state: Any, batch: Batch, *, key: jax.Array | None, train: bool
@@ -163,17 +144,13 @@ class CountedRows:
 
 
 class FusedSteps(NamedTuple):
-    """Several steps as one program; its batches are stacked: arrays `[steps, rows, ...]`.
+    """Several steps as one program; its batches are stacked: arrays `[steps, rows, ...]`."""
 
-    Attributes:
-        train: From the arguments of `Steps.train` to `(state, sums, batches) -> (state, sums)`.
-        evaluate: From a step of evaluation to `(params, model_state, sums, batches) -> sums`.
-        predict: From a step of prediction to `(params, model_state, inputs, first_rows) ->
-            outputs`.
-    """
-
+    # From the arguments of `Steps.train` to `(state, sums, batches) -> (state, sums)`.
     train: Callable[..., Callable]
+    # From a step of evaluation to `(params, model_state, sums, batches) -> sums`.
     evaluate: Callable[[Callable], Callable]
+    # From a step of prediction to `(params, model_state, inputs, first_rows) -> outputs`.
     predict: Callable[[Callable], Callable]
 
 
@@ -186,25 +163,17 @@ class Start(NamedTuple):
 
 
 class Steps(Protocol):
-    """How steps are compiled for the devices, and how the training state lies on them.
+    """How steps are compiled for the devices, and how the training state lies on them."""
 
-    Attributes:
-        rank_slice: The slice of the data axis that this process feeds.
-        mesh: The mesh that the programs are mapped over.
-        fused: Several steps as one program; None if steps run one by one.
-        takes_host_arrays: Whether the programs of a single process accept host arrays, which they
-            copy faster.
-        without_padding: From batches to what the programs take, without padded rows; None if these
-            are masked. All processes must call it at the same place among their programs.
-        num_waiting: Gradients on a device that wait for others of the same step.
-    """
-
-    rank_slice: RankSlice
-    mesh: Mesh
-    fused: FusedSteps | None = None
+    rank_slice: RankSlice  # What this process feeds of the data axis.
+    mesh: Mesh  # That the programs are mapped over.
+    fused: FusedSteps | None = None  # None if steps run one by one.
+    # Whether the programs of a single process accept host arrays, which they copy faster.
     takes_host_arrays: bool = False
+    # From batches to what the programs take, without padded rows; None if these are masked. All
+    # processes must call it at the same place among their programs.
     without_padding: Callable[[DeviceBatches], DeviceBatches] | None = None
-    num_waiting: int = 0
+    num_waiting: int = 0  # Gradients on a device that wait for others of the same step.
 
     def train(
         self,
@@ -216,13 +185,9 @@ class Steps(Protocol):
     ) -> Callable:
         """Returns the function `(state, sums, batch) -> (state, sums)`.
 
-        Its method `lower` takes the same arguments.
-
-        Args:
-            parts: What the step computes.
-            optimizer: Optax transformation, given gradients of the loss of the whole global batch.
-            accumulation_steps: Steps whose mean gradient makes one update.
-            on_nan: What follows a step that is not finite; None to take it.
+        Its method `lower` takes the same arguments. The optimizer is given gradients of the loss of
+        the whole global batch, whose mean over `accumulation_steps` makes one update. `on_nan` says
+        what follows a step that is not finite; None to take it.
         """
         ...
 

@@ -26,23 +26,14 @@ _AHEAD_S, _MOST_IN_FLIGHT = 0.02, 32
 
 
 class DeviceBatches(NamedTuple):
-    """Batches on the devices, for one program.
+    """Batches on the devices, for one program."""
 
-    Attributes:
-        batch: Arrays `[rows, ...]`, or `[steps, rows, ...]` for several steps.
-        num_rows: Real rows of all steps.
-        num_steps: Steps of the program.
-        shards: Real rows of each process's shard in every step, if each process brings its own; see
-            `HostBatch`.
-        first_row: Number in the global batch of the first row of a step, which a group of local
-            steps has a part of.
-    """
-
-    batch: Any
-    num_rows: int
+    batch: Any  # Arrays `[rows, ...]`, or `[steps, rows, ...]` for several steps.
+    num_rows: int  # Real rows of all steps.
     num_steps: int = 1
+    # Real rows of each shard in every step, if each process brings its own; see `HostBatch`.
     shards: tuple[slice, ...] | None = None
-    first_row: int = 0
+    first_row: int = 0  # Of a step in the global batch, of which a group of ranks has a part.
 
     @property
     def real_rows(self) -> tuple[slice, ...]:

@@ -115,15 +115,10 @@ _HALF_SAVES = 0.3
 
 
 class Timed(NamedTuple):
-    """What a program of each kind takes.
+    """What a program of each kind takes, by name."""
 
-    Attributes:
-        seconds: By name, seconds of a program `[rounds, processes]`.
-        compiled_s: By name, seconds of it in which this process compiled, `[rounds]`.
-    """
-
-    seconds: dict[str, np.ndarray]
-    compiled_s: dict[str, np.ndarray]
+    seconds: dict[str, np.ndarray]  # `[rounds, processes]`.
+    compiled_s: dict[str, np.ndarray]  # In which this process compiled, `[rounds]`.
 
     def slowest(self, kind: str) -> np.ndarray:
         """Returns the seconds of a program of a kind on the slowest process, `[rounds]`."""
@@ -153,14 +148,10 @@ def turns(
 ) -> Generator[int, None, Timed]:
     """Returns what a program of each kind takes; yields how many programs others are to run.
 
-    All processes must call it with the same kinds, in the same order.
-
-    Args:
-        kinds: By name, what runs a number of programs to their end; None if the caller runs them
-            before it goes on, such as a custom training loop.
-        rounds: How often each kind is timed; a round before compiles and warms up.
-        programs: Programs that are timed in a round, after two that are not.
-        alone: Kinds that process 0 runs while the others wait; of the others they have NaN.
+    All processes must call it with the same kinds, in the same order. A kind runs a number of
+    programs to their end; None if the caller runs them before it goes on, such as a custom training
+    loop. In each of the `rounds`, and one before that warms up, so many `programs` are timed after
+    two that are not. Kinds that process 0 runs `alone` have NaN of the others, which wait.
     """
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     compiled_s: dict[str, list[float]] = {name: [] for name in kinds}

@@ -36,52 +36,31 @@ _MUCH_SPACE = 0.85
 
 
 class Way(NamedTuple):
-    """A way to compute a step.
+    """A way to compute a step."""
 
-    Attributes:
-        name: What it is called; empty for the step as it is.
-        floor: Bytes on each device that do not depend on how the step is computed: training state
-            and batches.
-        grads: Bytes of the gradients on each device, which several passes add up.
-        program: From the most rows of a pass, or None for all, to the program.
-        beside: Bytes of `floor` that are held beside operands.
-        num_rows: Rows of a rank, if several passes are asked for; else None.
-        why_whole: Returns why all rows must be computed at once; None if they need not.
-    """
-
-    name: str
-    floor: int
-    grads: int
+    name: str  # Empty for the step as it is.
+    floor: int  # Bytes of training state and batches on each device, however it is computed.
+    grads: int  # Bytes of the gradients on each device, which several passes add up.
+    # From the most rows of a pass, or None for all.
     program: Callable[[int | None], _jax.TracedProgram]
-    beside: int = 0
-    num_rows: int | None = None
+    beside: int = 0  # Bytes of `floor` that are held beside operands.
+    num_rows: int | None = None  # Of a rank, if several passes are asked for.
+    # Returns why all rows must be computed at once; None if they need not.
     why_whole: Callable[[], str | None] = lambda: None
 
 
 class Attempt(NamedTuple):
-    """A step that was looked at.
+    """A step that was looked at."""
 
-    Attributes:
-        name: That of its way, and its passes.
-        nbytes: Bytes of a step on each device; of the training state if that is too much already.
-        is_compiled: Whether they are those of a compiled step; else of the state or an estimate.
-        rows_at_once: Most rows of a pass; None for all.
-        problem: Why the model cannot be computed so; `nbytes` is infinite then.
-        largest: Of a step that does not fit, the arrays that take most.
-        operations: How many numbers the step multiplies; 0 if it was not traced.
-        added_bytes: Bytes of the gradients that several passes add up.
-        sent_bytes: Bytes that a device sends in a compiled step, if all ways are asked for.
-    """
-
-    name: str
-    nbytes: float
-    is_compiled: bool = True
-    rows_at_once: int | None = None
-    problem: str = ""
-    largest: tuple[str, ...] = ()
-    operations: int = 0
-    added_bytes: int = 0
-    sent_bytes: float | None = None
+    name: str  # That of its way, and its passes.
+    nbytes: float  # On each device; of the training state alone if that is too much already.
+    is_compiled: bool = True  # Else the bytes are those of the state, or an estimate.
+    rows_at_once: int | None = None  # Most of a pass; None for all.
+    problem: str = ""  # Why the model cannot be computed so; `nbytes` is infinite then.
+    largest: tuple[str, ...] = ()  # Of a step that does not fit, the arrays that take most.
+    operations: int = 0  # How many numbers the step multiplies; 0 if it was not traced.
+    added_bytes: int = 0  # Of the gradients that several passes add up.
+    sent_bytes: float | None = None  # By a device in a compiled step, if all ways are asked for.
 
     def __str__(self) -> str:
         if self.problem:
@@ -90,21 +69,13 @@ class Attempt(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What was chosen, and why.
+    """What was chosen, and why."""
 
-    Attributes:
-        asked: The option that asked for it.
-        attempts: Steps that were looked at, way by way; the last one fits.
-        limit: Bytes of a device.
-        note: Why all rows had to be computed at once; empty if they had not.
-        others: Estimates of the slower ways, if they were asked for.
-    """
-
-    asked: str
-    attempts: tuple[tuple[Attempt, ...], ...]
-    limit: int
-    note: str = ""
-    others: tuple[Attempt, ...] = ()
+    asked: str  # The option that asked for it.
+    attempts: tuple[tuple[Attempt, ...], ...]  # Way by way; the last one fits.
+    limit: int  # Bytes of a device.
+    note: str = ""  # Why all rows had to be computed at once; empty if they had not.
+    others: tuple[Attempt, ...] = ()  # Estimates of the slower ways, if they were asked for.
 
     @property
     def way(self) -> int:

@@ -21,19 +21,12 @@ _SEPARATORS = ("_", "/", "")
 
 @dataclass(frozen=True)
 class BlockList:
-    """The arrays of equal blocks, as leaves of the parameters of a model.
+    """The arrays of equal blocks, as leaves of the parameters of a model."""
 
-    Attributes:
-        path: Path of the list, such as `layers`.
-        names: Path of each block, such as `layers_0`, in the order of their numbers.
-        arrays: Path of each array within a block, such as `Dense_0/kernel`.
-        indices: For each of these arrays the index of every block's leaf.
-    """
-
-    path: str
-    names: tuple[str, ...]
-    arrays: tuple[str, ...]
-    indices: tuple[tuple[int, ...], ...]
+    path: str  # Of the list, such as `layers`.
+    names: tuple[str, ...]  # Path of each block, such as `layers_0`, in order of the numbers.
+    arrays: tuple[str, ...]  # Path of each array within a block, such as `Dense_0/kernel`.
+    indices: tuple[tuple[int, ...], ...]  # Of every block's leaf, for each of these arrays.
 
     @classmethod
     def of(cls, params: Any, path: str) -> "BlockList | None":

@@ -33,19 +33,12 @@ Regions = tuple[tuple[int, ...], dict[tuple[int, ...], tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class HostArray:
-    """Host copies of an array, or of those parts of it that this process saves or has read.
+    """Host copies of an array, or of those parts of it that this process saves or has read."""
 
-    Attributes:
-        shape: Shape of the whole array.
-        dtype: Its dtype.
-        chunk: Shape of one shard.
-        shards: Where each shard begins, and its values.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # Of the whole array.
     dtype: np.dtype
-    chunk: tuple[int, ...]
-    shards: list[tuple[tuple[int, ...], np.ndarray]]
+    chunk: tuple[int, ...]  # Shape of one shard.
+    shards: list[tuple[tuple[int, ...], np.ndarray]]  # Where each begins, and its values.
 
     @classmethod
     def of(cls, leaf: Any, *, has_whole: bool) -> "HostArray":

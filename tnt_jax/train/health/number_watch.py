@@ -35,21 +35,13 @@ from tnt_jax.train.steps.step import REPLICATED, differentiate
 
 
 class Diagnosis(NamedTuple):
-    """Numbers of a step that are not finite.
+    """Numbers of a step that are not finite."""
 
-    Attributes:
-        loss: Loss of the global batch.
-        leaves: Paths of the parameters whose gradients are not finite.
-        data_rows: Rows of the global batch whose inputs, targets or weights are not finite.
-        loss_rows: Rows whose own loss is not finite, in evaluation.
-        num_rows: Real rows of the global batch.
-    """
-
-    loss: float
-    leaves: list[str]
-    data_rows: list[int]
-    loss_rows: list[int]
-    num_rows: int
+    loss: float  # Of the global batch.
+    leaves: list[str]  # Paths of the parameters whose gradients are not finite.
+    data_rows: list[int]  # Of the global batch, whose inputs, targets or weights are not finite.
+    loss_rows: list[int]  # Whose own loss is not finite, in evaluation.
+    num_rows: int  # Real rows of the global batch.
 
     def describe(self) -> str:
         """Returns sentences for an error."""

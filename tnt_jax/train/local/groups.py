@@ -103,17 +103,11 @@ class LocalSteps:
 
 
 class Group(NamedTuple):
-    """The group of this process among all.
-
-    Attributes:
-        index: Number of the group.
-        processes: The processes of each group.
-        mesh: Mesh of the axis `data` over the group's ranks.
-    """
+    """The group of this process among all."""
 
     index: int
-    processes: tuple[tuple[int, ...], ...]
-    mesh: Mesh
+    processes: tuple[tuple[int, ...], ...]  # Of each group.
+    mesh: Mesh  # Of the axis `data` over the group's ranks.
 
     @property
     def num_groups(self) -> int:

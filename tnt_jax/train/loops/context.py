@@ -32,17 +32,11 @@ class SummedMetric(Protocol):
 
 
 class Passes(NamedTuple):
-    """The passes that a rank's rows are computed in.
-
-    Attributes:
-        num_passes: Their number.
-        real_rows: Real rows of the global batch.
-        penalties: Those of the loss that a pass was traced with.
-    """
+    """The passes that a rank's rows are computed in."""
 
     num_passes: int
-    real_rows: jax.Array | float
-    penalties: list[jax.Array]
+    real_rows: jax.Array | float  # Of the global batch.
+    penalties: list[jax.Array]  # Those of the loss that a pass was traced with.
 
 
 class LossOfPass:
@@ -92,36 +86,23 @@ def _factor(x: Any) -> jax.Array:
 
 @dataclass
 class StepContext:
-    """The step that is traced.
+    """The step that is traced."""
 
-    Attributes:
-        name: Name of the user's function.
-        platform: Platform of the devices.
-        reduction: How gradients are summed over the ranks.
-        batch: This rank's rows.
-        step: Number of the batch since the beginning, int32.
-        key: This rank's key for the batch, or None.
-        tells_varying: Whether types tell what differs between ranks; not so on one rank.
-        parts: This rank's parts of the losses that were made so far, by the identity of the loss;
-            each with the loss, which must live as long.
-        records: Metrics that were updated, and what this rank's rows add to each.
-        rows_at_once: Most rows whose gradients are computed at once; None for all.
-        of_all: Within one of several passes, what is known of all of them; else None.
-        has_passes: Whether a gradient was computed in several passes.
-    """
-
-    name: str
+    name: str  # Of the user's function.
     platform: str
     reduction: Reduction
-    batch: Batch
-    step: jax.Array
-    key: jax.Array | None = None
-    tells_varying: bool = True
+    batch: Batch  # This rank's rows.
+    step: jax.Array  # Number of the batch since the beginning, int32.
+    key: jax.Array | None = None  # This rank's for the batch.
+    tells_varying: bool = True  # Whether types tell what differs between ranks; not so on one.
+    # This rank's parts of the losses that were made so far, by the identity of the loss; each with
+    # the loss, which must live as long.
     parts: dict[int, tuple[jax.Array, jax.Array]] = field(default_factory=dict)
+    # Metrics that were updated, and what this rank's rows add to each.
     records: list[tuple[SummedMetric, Any]] = field(default_factory=list)
-    rows_at_once: int | None = None
-    of_all: Passes | None = None
-    has_passes: bool = False
+    rows_at_once: int | None = None  # Most whose gradients are computed at once; None for all.
+    of_all: Passes | None = None  # Within one of several passes, what is known of all of them.
+    has_passes: bool = False  # Whether a gradient was computed in several passes.
 
     @property
     def num_rows(self) -> int:

@@ -104,17 +104,11 @@ _BEGINNING = _Position()
 
 @dataclass
 class ExplainedReading:
-    """What `tnt-jax explain` knows of a loop over a dataset.
+    """What `tnt-jax explain` knows of a loop over a dataset."""
 
-    Attributes:
-        reading: The batches of the host.
-        batches: What the loop iterates over.
-        is_explained: Whether the steps that are explained take the batches.
-    """
-
-    reading: Reading
-    batches: Iterator[DistributedBatch] = field(init=False)
-    is_explained: bool = False
+    reading: Reading  # The batches of the host.
+    batches: Iterator[DistributedBatch] = field(init=False)  # What the loop iterates over.
+    is_explained: bool = False  # Whether the steps that are explained take the batches.
 
 
 class DistributedDataset:

@@ -119,19 +119,12 @@ def compiled(function: Callable, mesh: Mesh, **options: Any) -> Callable:
 
 
 class LocalStep(NamedTuple):
-    """Results of one rank in a step before it communicates.
+    """Results of one rank in a step before it communicates."""
 
-    Attributes:
-        numbers: Loss, loss of each term, and increments of the metrics.
-        model_state: Model state after the pass.
-        grads: This rank's part of the gradients; of the scaled loss if the optimizer scales it.
-        order: Indices of the leaves of `grads`, in order of availability, earliest first.
-    """
-
-    numbers: Any
-    model_state: Any
-    grads: Any
-    order: list[int]
+    numbers: Any  # Loss, loss of each term, and increments of the metrics.
+    model_state: Any  # After the pass.
+    grads: Any  # This rank's part; of the scaled loss if the optimizer scales it.
+    order: list[int]  # Of the leaves of `grads`, in order of availability, earliest first.
 
 
 def differentiate(
