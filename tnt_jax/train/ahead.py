@@ -52,12 +52,10 @@ def coming_state(adapter: Adapter, inputs: Any, *, seed: int) -> "ComingState | 
 
 
 class ComingState:
-    """The state of a model whose variables are being computed, by process 0 for all.
-
-    `described` are descriptions of its arrays, once `describe` was called; None if not known.
-    """
+    """The state of a model whose variables are being computed, by process 0 for all."""
 
     def __init__(self, fresh: FreshVariables) -> None:
+        # Descriptions of its arrays, once `describe` was called; None if not known.
         self.described: TrainState | None = None
         self._finish = fresh.finish
         self._shapes: Variables = jax.eval_shape(fresh.finish, fresh.traced.out_info)
@@ -68,14 +66,13 @@ class ComingState:
         )
 
     def describe(self, describe: Callable[[Variables], TrainState | None]) -> None:
-        """Sets `described` to the result of a function of descriptions of the variables.
+        """Sets `described` to the result of a function of descriptions of the variables, or None.
 
-        It may fail where only real arrays will do, as in the `init` of some optimizers. An error of
-        another cause is raised again with the real arrays.
+        Only real arrays will do for the `init` of some optimizers.
         """
         try:
             self.described = describe(self._shapes)
-        except Exception as error:
+        except Exception as error:  # One of another cause is raised again with the real arrays.
             logger.debug("The state is not known before its variables: %s", error)
             self.described = None
 
@@ -119,10 +116,9 @@ class Ahead:
         self._running: Future[Any] | None = None
 
     def start(self, lower: Callable[[], Any]) -> None:
-        """Begins to compile a program; in a job of several processes all must call it.
+        """Begins to compile what `lower` returns, if it is of one `jax.jit`; all must call it.
 
-        Only a lowered program of one `jax.jit` is compiled ahead. An error of `lower`, or of the
-        compiler, is raised by the step, after the checks that may explain it.
+        Errors are raised by the step, after the checks that may explain them.
         """
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return

@@ -99,8 +99,7 @@ class KeptStep:
 class CompiledSteps:
     """Steps for one choice of parts and optimizer; each is compiled when it is first called.
 
-    A state that is only traced may be a description. `watch` looks for numbers that are not finite;
-    it is None to look for none. `kept` is what is traced once in an elastic job.
+    A state that is only traced may be a description; `watch` looks for what is not finite.
     """
 
     def __init__(

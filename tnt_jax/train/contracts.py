@@ -204,20 +204,16 @@ class Steps(Protocol):
         ...
 
     def make_variables(self, make: Callable[[], Variables]) -> Variables | None:
-        """Returns fresh variables, made on the devices, sharded; None if they are not kept so.
-
-        JAX can trace `make`.
-        """
+        """Returns what `make`, which JAX can trace, makes sharded; None if it is not kept so."""
 
     def create_state(self, variables: Variables, start: Start) -> TrainState:
         """Returns the state before the first update, on the devices."""
         ...
 
     def describe_state(self, variables: Variables, start: Start) -> TrainState | None:
-        """Returns descriptions of the arrays that `create_state` returns, with their shardings.
+        """Returns what `create_state` returns, of descriptions, as such with their shardings.
 
-        The variables are descriptions, too. It is None if they are known only once the variables
-        are there.
+        None if they are known only once the variables are there.
         """
 
     def put_state(self, state: TrainState) -> TrainState:

@@ -31,10 +31,7 @@ from tnt_jax.train.execution import signature
 
 
 def channels_first(jaxpr: Any) -> list[Any]:
-    """Returns the convolutions of a program whose channels come before the dimensions of space.
-
-    They are those of a model, and of the gradients by its inputs.
-    """
+    """Returns convolutions, of a model and of gradients by its inputs, with channels first."""
     found = []
     for equation in _jax.convolutions_in(jaxpr):
         numbers = equation.params["dimension_numbers"]
@@ -71,12 +68,10 @@ def run_alone(equations: Sequence[Any], mesh: Mesh, *, last: bool) -> Callable[[
 
 
 def with_channels_last(equation: Any) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
-    """Returns parameters and shapes of operands of a convolution with its channels last.
-
-    Kernels then have the dimensions of space, inputs, outputs, as in Flax and Keras.
-    """
+    """Returns parameters and shapes of operands of a convolution with its channels last."""
     (batch, channels, *space), kernel = (x.aval.shape for x in equation.invars)
     outputs, inputs, *window = equation.params["dimension_numbers"].rhs_spec
+    # The dimensions of space, inputs, outputs, as in Flax and Keras.
     of_kernel = (*(kernel[dim] for dim in window), kernel[inputs], kernel[outputs])
     num_dims = len(kernel)
     of_rows = (0, num_dims - 1, *range(1, num_dims - 1))
@@ -330,11 +325,7 @@ class Explaining:
         *,
         comparison: str | None,
     ) -> dict[str, Any]:
-        """Returns everything as JSON values.
-
-        `lower` returns the lowered program of a step, and `comparison` says how rows are compared
-        in a step that the compiler divides.
-        """
+        """Returns everything as JSON values; `comparison` says how rows of a step are compared."""
         runtime, config = self._runtime, jax.config
         is_cached = config.jax_enable_compilation_cache  # pyright: ignore
         cores = collectives.all_gather(np.array(len(os.sched_getaffinity(0))))

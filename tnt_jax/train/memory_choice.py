@@ -102,10 +102,9 @@ class Choice(NamedTuple):
         return attempt.nbytes > self.limit
 
     def relative_time(self, attempt: Attempt) -> float | None:
-        """Estimates the time of a step, as a multiple of that of the first that was traced.
+        """Estimates the time of a step, by its products, as a multiple of the first traced one's.
 
-        That is how many times as much its products multiply, rematerialization included. Other
-        operations and communication are left out. None if it was not traced.
+        Other operations and communication are left out. None if it was not traced.
         """
         operations = (x.operations for way in self.attempts for x in way)
         first = next(filter(None, operations), 0)
@@ -345,10 +344,7 @@ def first_run(
 
 
 def _free_bytes(device: Any, *, own: int = 0) -> int | None:
-    """Returns the bytes that no array takes, besides `own` ones that may be there.
-
-    None on a device that does not state them.
-    """
+    """Returns the bytes that no array but `own` ones takes; None if they are not stated."""
     stats = device.memory_stats() or {}
     others = max(stats.get("bytes_in_use", 0) - own, 0)
     return stats["bytes_limit"] - others if "bytes_limit" in stats else None

@@ -162,11 +162,7 @@ def state_arrays(state: Any) -> dict[str, Any]:
 
 
 def by_path(leaves: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns leaves by path.
-
-    A ValueError says that two leaves have the same path, as the keys `"a/b"`, and `"b"` within
-    `"a"`.
-    """
+    """Returns leaves by path; a ValueError for two of one path, as `"a/b"`, and `"b"` in `"a"`."""
     flat: dict[str, Any] = {}
     for path, leaf in leaves:
         if path in flat:

@@ -645,10 +645,7 @@ def steps_per_program(trainer: Trainer, wanted: int, batch: Batch) -> int:
 
 
 def trace_outputs(trainer: Trainer, batch: Batch) -> tuple[Any, Any]:
-    """Returns shapes and dtypes of the model's outputs, and what made each of them last.
-
-    The second tree holds `"sigmoid"`, `"softmax"` or `""`.
-    """
+    """Returns shapes and dtypes of the outputs, and `"sigmoid"`, `"softmax"` or `""` for each."""
     state = trainer.described()
     step: Any = trainer.predict_step
     if trainer.steps.fused is None:

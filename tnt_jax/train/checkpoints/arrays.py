@@ -85,10 +85,7 @@ def spread_regions(arrays: Mapping[str, Any]) -> dict[str, Regions]:
 
 
 def check_savable(arrays: Mapping[str, Any]) -> None:
-    """Raises a TypeError for a dtype that cannot be stored, a ValueError for two paths of one name.
-
-    `a/b` and `a.b` have the same name in the files.
-    """
+    """Raises a TypeError for a dtype that cannot be stored, a ValueError for paths of one name."""
     paths: dict[str, str] = {}
     for path, leaf in arrays.items():
         dtype = np.dtype(getattr(leaf, "dtype", type(leaf))).name
@@ -121,8 +118,7 @@ def write_arrays(
 ) -> None:
     """Writes arrays to a folder, in one transaction; an OSError if they cannot be written.
 
-    If several processes write, each gives its number, and `merge_arrays` then joins what they
-    wrote.
+    Of several processes each gives its number; `merge_arrays` then joins what they wrote.
     """
     import tensorstore as ts
 

@@ -108,15 +108,12 @@ def read_array_checksums(folder: Path) -> dict[str, tuple[str, list[Any]]]:
 
 
 def problem_of_array(array: np.ndarray | HostArray, expected: tuple[str, list[Any]]) -> str:
-    """Returns what differs between an array and its checksums; empty if nothing does.
-
-    Of an array that was read in part those parts are compared that were saved as they were read;
-    for the others the checksums of the files must do.
-    """
+    """Returns what differs between an array and its checksums; empty if nothing does."""
     text, parts = expected
     if _jax.kind_of(array) != text:
         return f"is {_jax.kind_of(array)}, but was saved as {text}"
     if isinstance(array, HostArray):
+        # For parts that were not saved as they were read the checksums of the files must do.
         saved = {(tuple(starts), tuple(shape)): crc for starts, shape, crc in parts}
         known = [(values, saved.get((at, values.shape))) for at, values in array.shards]
         is_damaged = any(crc not in (None, array_checksum(values)) for values, crc in known)
@@ -234,9 +231,8 @@ def read_checkpoint(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """Returns the arrays of a checkpoint by path, by tree, and what describes them.
 
-    Of arrays of the state that are `wanted` in parts, these alone are read. Raises a
-    FileNotFoundError if this process does not see the folder, and a DamagedCheckpointError that
-    names files and arrays which do not hold what was saved.
+    Of arrays of the state that are `wanted` in parts, these alone are read. A FileNotFoundError
+    says that this process does not see the folder, a DamagedCheckpointError what is damaged.
     """
     if not folder.is_dir():
         raise FileNotFoundError(

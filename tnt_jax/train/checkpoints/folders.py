@@ -65,15 +65,11 @@ class OwnFolders:
                 remove(path)
 
     def remove_old(self, directory: Path, *, max_to_keep: int | None, ignored: set[int]) -> None:
-        """Removes all checkpoints but the newest ones (`max_to_keep`) and the newest of the best.
-
-        All stay if `max_to_keep` is None. Those whose numbers are `ignored` are damaged, and do not
-        count.
-        """
+        """Removes all checkpoints but the newest (`max_to_keep`) and the newest of the best."""
         if max_to_keep is None:
             return
         complete = dict(sorted(self.complete(directory)))
-        sound = [number for number in complete if number not in ignored]
+        sound = [number for number in complete if number not in ignored]  # Others are damaged.
         best = [number for number in sound if read_mark(complete[number]).get("is_best")]
         kept = {*sound[-max_to_keep:], *best[-1:]}
         removed = [path for number, path in complete.items() if number not in kept]

@@ -68,10 +68,7 @@ class Diagnosis(NamedTuple):
 def diagnose(
     parts: Parts, state: TrainState, batch: Batch, mesh: Mesh, group: DeviceBatches
 ) -> Diagnosis:
-    """Returns what is not finite in the step that follows a state; all processes must call it.
-
-    The batch is one of the group's.
-    """
+    """Returns what is not finite in the step on a batch of a group; all processes must call it."""
 
     def work(state: TrainState, batch: Batch) -> Any:
         local = differentiate(parts, state, batch, mesh)

@@ -54,10 +54,7 @@ class Recorder:
         self._rows: list[list[int]] | None = None
 
     def begin(self, step: int, arrays: Mapping[str, Any], *, unit: float, **facts: Any) -> None:
-        """Records the state before the first step, after `step` others.
-
-        The unit is that of `rounding_unit`. The facts are reported to the launcher, as JSON values.
-        """
+        """Records the state after `step` steps, its `rounding_unit`, and facts as JSON values."""
         self.has_begun = True
         self._write(
             {

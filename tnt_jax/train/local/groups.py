@@ -133,8 +133,7 @@ class Group(NamedTuple):
 def join_group(groups: Any, mesh: Mesh) -> Group:
     """Returns the group of this process among all on a mesh; all processes must call it.
 
-    A ValueError, on every process, says that `groups`, as of `LocalSteps`, are no groups of
-    neighbouring processes with equally many ranks.
+    Groups are of neighbouring processes and equally many ranks; else all raise a ValueError.
     """
     hosts = collectives.agree(_CALL, {"groups": groups}, note=machine_id("net"))
     # What follows is equal on all processes, which raise errors together.

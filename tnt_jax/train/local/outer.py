@@ -134,13 +134,10 @@ class OuterUpdates:
         return params, averages
 
     def close(self, params: Arrays, averages: Arrays) -> tuple[Arrays, Arrays]:
-        """Returns parameters and averages after an update of every fragment, those of all groups.
-
-        It ends a training: what is under way comes first, and then each group sends its last moves,
-        unless it has made none since.
-        """
+        """Returns parameters and averages of all groups, after a last update of every fragment."""
         while self._under_way:
             params, averages = self._finish(params, averages)
+        # Those of which each group has made moves since they were sent.
         for fragment in (p for p, steps in enumerate(self._steps) if steps):
             self._start(fragment, params, averages)
             params, averages = self._finish(params, averages)

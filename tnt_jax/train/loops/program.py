@@ -105,10 +105,10 @@ class Program:
     draws: dict[Any, Draws] = field(default_factory=dict, compare=False)
 
     def mapped(self, mesh: Any, *, stacked: bool) -> Callable:
-        """Returns the function `(state, (totals, number), batch, words) -> (state, sums, metrics)`.
+        """Returns the function `(state, sums, batch, words) -> (state, sums, metrics)`.
 
-        It runs over all ranks, and scans stacked batches; `sums` are `(totals, number)`. If the
-        step does not train, the resulting state is None.
+        It runs over all ranks, and scans stacked batches; `sums` are the totals of the metrics, and
+        the number of the step. If the step does not train, the resulting state is None.
         """
         specs = (REPLICATED, REPLICATED, STACKED if stacked else BY_ROW, REPLICATED)
         function = self._several if stacked else self._one
@@ -122,11 +122,8 @@ class Program:
         These are the metrics that it updates, in the order of their first updates, the shapes of
         what each adds up, and, if there are several ranks or it may run `in_passes`, the name of
         an operation that combines rows of the batch; None if there is none.
-
-        On one rank nothing differs, so that types tell nothing: the step is traced for two. State
-        and batch (one, not stacked) are on the devices. A TypeError says that it sums again what is
-        summed already.
         """
+        # On one rank nothing differs, so that types tell nothing: it is traced for two.
         several = max(mesh.size, 2)
         records: list[tuple[SummedMetric, Any]] = []
 

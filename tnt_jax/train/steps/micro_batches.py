@@ -121,10 +121,7 @@ def sums_of_passes(
 
 
 def evaluated_in_passes(apply: Apply, at_once: RowsAtOnce) -> Apply:
-    """Returns a forward pass over independent rows, in passes except in training.
-
-    The rows of a pass are read when a program is traced.
-    """
+    """Returns a forward pass over independent rows, in passes except in training, as traced."""
 
     def apply_in_passes(
         params: Any,

@@ -86,19 +86,13 @@ _STATE = TrainState(*[REPLICATED] * 5, accumulated=BY_ROW, residual=BY_ROW, firs
 
 
 def sums_every_step() -> bool:
-    """Returns whether ranks sum even those gradients that are accumulated first.
-
-    In an elastic job the part of a rank would be lost with it.
-    """
-    return link() is not None
+    """Returns whether ranks sum even those gradients that are accumulated first."""
+    return link() is not None  # In an elastic job the part of a rank would be lost with it.
 
 
 def donated() -> tuple[int, ...]:
-    """Returns the positions of donated arguments of a step: the state, but in an elastic job.
-
-    There a step that fails is done again from the state before.
-    """
-    return (0,) if link() is None else ()
+    """Returns the positions of donated arguments of a step: the state, but in an elastic job."""
+    return (0,) if link() is None else ()  # There a step that fails is done again.
 
 
 def repeated(step: Callable) -> Callable:
@@ -284,8 +278,7 @@ def sums_of_numbers(
 ) -> tuple[Any, Any]:
     """Returns the sums of a step's numbers over the ranks, and how many ranks' `checked` is unfit.
 
-    These are gradients of this rank to check, which are not summed on all ranks; None checks
-    nothing.
+    These are gradients of this rank that are not summed on all ranks; None checks nothing.
     """
     if checked is None:
         return psum(local.numbers), 0

@@ -59,10 +59,7 @@ class Trial(NamedTuple):
 def list_candidates(
     trainer: Trainer, *, by_argument: bool, accumulation_steps: int
 ) -> list[Candidate]:
-    """Returns the ways that the trainer's devices allow, with the one that it uses first.
-
-    If a model states the size of its buckets `by_argument`, that wins over the launcher's option.
-    """
+    """Returns the ways that the trainer's devices allow, with the one that it uses first."""
     platform = trainer.runtime.platform
     num_ranks = trainer.runtime.num_ranks
     choose = partial(choose_reduction, platform, num_ranks, settings=Settings())
@@ -108,8 +105,8 @@ def tune(
 ) -> None:
     """Tries all ways and prints a table and the options to use, on the master.
 
-    The trainer's state is given up. Every process must call it; all take the same decisions. A
-    ValueError says that there is nothing to choose: one rank, or reproducible training.
+    Every process must call it; the trainer's state is given up. A ValueError says that there is
+    nothing to choose.
     """
     num_ranks = trainer.runtime.num_ranks
     steps = trainer.runtime.settings.tune_steps
