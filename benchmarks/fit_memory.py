@@ -233,9 +233,9 @@ def choose_modelled(name: str, rows: int, share: float | None) -> dict[str, Any]
     from tnt_jax.distributed.sums.reduction import Reduction
     from tnt_jax.settings import Settings
     from tnt_jax.sharded.blocks.remat import rematerialized_apply
-    from tnt_jax.sharded.planning import TrainingStep
+    from tnt_jax.sharded.planning import trace_step
     from tnt_jax.train import memory_choice
-    from tnt_jax.train.contracts import Batch, LossTerm, StepParts
+    from tnt_jax.train.contracts import Batch, LossTerm, StepParts, TrainingStep
     from tnt_jax.train.state import create_state
     from tnt_jax.train.steps.data_parallel import DataParallelSteps
 
@@ -267,9 +267,8 @@ def choose_modelled(name: str, rows: int, share: float | None) -> dict[str, Any]
     def way_of(kind: str, apply: Any) -> memory_choice.Way:
         def program(rows_at_once: int | None) -> Any:
             parts = StepParts(apply, loss_terms, lambda outputs, batch: (), rows_at_once)
-            return _jax.TracedProgram(
-                TrainingStep(parts, optimizer, 1, None).trace(steps, mesh, state, batch)
-            )
+            training = TrainingStep(parts, optimizer)
+            return _jax.TracedProgram(trace_step(training, steps, mesh, state, batch))
 
         floor, grads = (memory_choice.local_bytes(tree) for tree in (state, state.params))
         return memory_choice.Way(kind, floor, grads, program, 0, rows, lambda: why_whole)

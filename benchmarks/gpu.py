@@ -107,7 +107,7 @@ def run_tnt(args: argparse.Namespace, model: str) -> tuple[Callable[[], Any], in
     from tnt_jax import _jax
     from tnt_jax.adapters.linen import LinenAdapter
     from tnt_jax.distributed.sums.reduction import default_reduction
-    from tnt_jax.train.contracts import Batch, LossTerm, StepParts
+    from tnt_jax.train.contracts import Batch, LossTerm, StepParts, TrainingStep
     from tnt_jax.train.state import create_state
     from tnt_jax.train.steps.epoch_sums import zero_sums
     from tnt_jax.train.steps.step import make_train_step
@@ -126,9 +126,8 @@ def run_tnt(args: argparse.Namespace, model: str) -> tuple[Callable[[], Any], in
         Batch(inputs, targets),
     )
     state = _jax.replicate(create_state(*adapter.init(inputs, seed=0), optimizer, seed=0), mesh)
-    step = make_train_step(
-        parts, optimizer, mesh, reduction=default_reduction(jax.devices()[0].platform, 1)
-    )
+    reduction = default_reduction(jax.devices()[0].platform, 1)
+    step = make_train_step(TrainingStep(parts, optimizer), mesh, reduction=reduction)
     held = [state, _jax.replicate(zero_sums(parts, state, batch, mesh), mesh)]
 
     def run() -> None:

@@ -51,7 +51,7 @@ from tnt_jax.settings import Settings
 from tnt_jax.sharded import ShardedGlobalSteps, ShardedSteps, gathering
 from tnt_jax.sharded.blocks.remat import rematerialized, rematerialized_apply
 from tnt_jax.sharded.options import MeshAxes
-from tnt_jax.train.contracts import Batch, LossTerm, StepParts
+from tnt_jax.train.contracts import Batch, LossTerm, StepParts, TrainingStep
 from tnt_jax.train.state import create_state
 from tnt_jax.train.steps.epoch_sums import zero_sums
 from tnt_jax.train.steps.step import make_train_step
@@ -171,7 +171,8 @@ def lower(form: Form, num_gpus: int) -> Any:
     if form.mesh == {"data": num_gpus}:
         sums = zero_sums(problem.parts, problem.state, problem.batch, mesh)
         reduction = default_reduction("cuda", num_gpus)
-        step = make_train_step(problem.parts, problem.optimizer, mesh, reduction=reduction)
+        training = TrainingStep(problem.parts, problem.optimizer)
+        step = make_train_step(training, mesh, reduction=reduction)
         return step.lower(problem.state, sums, problem.batch)  # type: ignore[attr-defined]
     # Over a whole batch the compiler decides what moves: the step of models that compare rows.
     is_whole = form.by_jit and form.model != "decoder"
@@ -189,7 +190,7 @@ def lower(form: Form, num_gpus: int) -> Any:
     apply = rematerialized_apply(problem.parts.apply, form.remat)
     parts = StepParts(apply, problem.parts.loss_terms, problem.parts.increments)
     sums = zero_sums(parts, state, batch, mesh)
-    step = steps.train(parts, problem.optimizer, accumulation_steps=1)
+    step = steps.train(TrainingStep(parts, problem.optimizer))
     with summed_in(form.sums):
         return step.lower(state, sums, batch)  # type: ignore[attr-defined]
 

@@ -44,7 +44,7 @@ from tnt_jax.distributed.sums.hlo import Collective, read_collectives
 from tnt_jax.distributed.sums.reduction import Reduction, default_reduction
 from tnt_jax.models.resnet import resnet50
 from tnt_jax.models.transformer import PARAM_SETS, Transformer
-from tnt_jax.train.contracts import Batch, LossTerm, StepParts
+from tnt_jax.train.contracts import Batch, LossTerm, StepParts, TrainingStep
 from tnt_jax.train.state import create_state
 from tnt_jax.train.steps.epoch_sums import zero_sums
 from tnt_jax.train.steps.step import make_train_step
@@ -221,7 +221,8 @@ def compile_row(model: str, num_gpus: int, name: str) -> tuple[dict[str, Any], l
             lambda x: jax.ShapeDtypeStruct((num_gpus, *x.shape), x.dtype), state.params
         )
         state = type(state)(**{**vars(state), "residual": rows})
-    step = make_train_step(problem.parts, problem.optimizer, mesh, reduction=form.reduction)
+    training = TrainingStep(problem.parts, problem.optimizer)
+    step = make_train_step(training, mesh, reduction=form.reduction)
     start = time.time()
     lowered = step.lower(state, sums, problem.batch)  # type: ignore[attr-defined]
     with tempfile.TemporaryFile("w+") as log:

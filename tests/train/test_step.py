@@ -11,7 +11,7 @@ from long_params import long_but_last
 
 from tnt_jax.distributed.sums.random_rows import row_key
 from tnt_jax.distributed.sums.reduction import Reduction
-from tnt_jax.train.contracts import Start
+from tnt_jax.train.contracts import Start, TrainingStep
 from tnt_jax.train.execution import stack
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
 from tnt_jax.train.steps.epoch_sums import zero_sums
@@ -38,10 +38,11 @@ class Job:
             )
         )
         self.sums = zero_sums(self.parts, self.state, make_batches(16)[0], self.mesh)
-        self.options = {"reduction": Reduction(), **options}
+        self.options = options
 
     def make(self, make_step):
-        return make_step(self.parts, optax.sgd(0.1), self.mesh, **self.options)
+        training = TrainingStep(self.parts, optax.sgd(0.1), **self.options)
+        return make_step(training, self.mesh, reduction=Reduction())
 
 
 def train(job, batches, by_hand):

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from tnt_jax import _jax
 from tnt_jax.adapters.base import Variables
@@ -39,8 +38,8 @@ from tnt_jax.reproducible.virtual_ranks import (
     join,
     split,
 )
-from tnt_jax.train.contracts import Apply, Batch, Parts, Start, Steps
-from tnt_jax.train.finite import OnNaN, is_finite_step, loss_scale, take_or_leave
+from tnt_jax.train.contracts import Apply, Batch, Parts, Start, Steps, TrainingStep
+from tnt_jax.train.finite import is_finite_step, loss_scale, take_or_leave
 from tnt_jax.train.state import TrainState, create_state, started_at_once, updated
 from tnt_jax.train.steps.epoch_sums import add_sums, num_local_rows
 from tnt_jax.train.steps.step import accumulate, donated, with_step
@@ -71,15 +70,9 @@ class ReproducibleSteps(Steps):
         return _jax.replicate(replace(state, residual=None), self.ranks.mesh)
 
 
-def make_train_step(
-    parts: Parts,
-    optimizer: optax.GradientTransformation,
-    ranks: VirtualRanks,
-    *,
-    accumulation_steps: int = 1,
-    on_nan: OnNaN | None = None,
-) -> Callable:
+def make_train_step(training: TrainingStep, ranks: VirtualRanks) -> Callable:
     """Returns the function `(state, sums, batch) -> (state, sums)`; see `train.steps.step`."""
+    parts, optimizer, accumulation_steps, on_nan = training
 
     def measure(
         chunk: Batch, index: jax.Array, model: ModelArrays, counts: Counts

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
@@ -23,9 +22,8 @@ from tnt_jax.distributed.sums.hlo import (
 )
 from tnt_jax.log import logger
 from tnt_jax.sharded.options import MeshAxes
-from tnt_jax.train.contracts import Batch, Parts
+from tnt_jax.train.contracts import Batch, TrainingStep
 from tnt_jax.train.execution import DeviceBatches
-from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.health.number_watch import NumberWatch
 from tnt_jax.train.memory_choice import TIMES, Attempt, Choice, local_bytes
 from tnt_jax.train.state import TrainState, descriptions, state_arrays
@@ -207,24 +205,17 @@ def _shape(x: PlannedArray) -> str:
     return f"[{', '.join(dims)}]"
 
 
-class TrainingStep(NamedTuple):
-    """The training step of a model; see `Steps.train`."""
-
-    parts: Parts
-    optimizer: optax.GradientTransformation
-    accumulation_steps: int
-    on_nan: OnNaN | None
-
-    def trace(self, steps: Any, mesh: Mesh, state: TrainState, batch: Batch) -> Any:
-        """Returns the traced program of a step of `ShardedSteps`, for descriptions or arrays."""
-        placed = steps.place(state)
-        by_row = NamedSharding(mesh, PartitionSpec(_jax.rank_axes(mesh)))
-        rows = descriptions(batch, sharding=by_row)
-        sums = zero_sums(self.parts, placed, rows, mesh)
-        if self.on_nan is not None:
-            sums = NumberWatch(self.on_nan, self.parts, mesh).with_counts(sums)
-        step: Any = steps.train(**self._asdict())
-        return step.trace(placed, sums, rows)
+def trace_step(
+    training: TrainingStep, steps: Any, mesh: Mesh, state: TrainState, batch: Batch
+) -> Any:
+    """Returns the traced program of a step of `ShardedSteps`, for descriptions or arrays."""
+    placed = steps.place(state)
+    by_row = NamedSharding(mesh, PartitionSpec(_jax.rank_axes(mesh)))
+    rows = descriptions(batch, sharding=by_row)
+    sums = zero_sums(training.parts, placed, rows, mesh)
+    if training.on_nan is not None:
+        sums = NumberWatch(training.on_nan, training.parts, mesh).with_counts(sums)
+    return steps.train(training).trace(placed, sums, rows)
 
 
 def candidates(num_devices: int) -> list[MeshAxes]:

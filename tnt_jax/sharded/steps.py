@@ -21,8 +21,7 @@ from tnt_jax.sharded.layout import Layout, at_stages
 from tnt_jax.sharded.options import Axis, Rule
 from tnt_jax.sharded.pipeline.pipeline import Pipeline
 from tnt_jax.sharded.pipelined_parts import PipelinedParts
-from tnt_jax.train.contracts import Apply, Batch, Measured, Parts, Start, Steps
-from tnt_jax.train.finite import OnNaN
+from tnt_jax.train.contracts import Apply, Batch, Measured, Parts, Start, Steps, TrainingStep
 from tnt_jax.train.state import TrainState, copied, create_state, state_arrays, updated
 from tnt_jax.train.steps.data_parallel import fused_loops
 from tnt_jax.train.steps.global_step import WholeBatches, global_mesh
@@ -206,23 +205,14 @@ class ShardedSteps(Steps):
             f"sharded parameters ({cut / 2**20:.3g} MiB)"
         )
 
-    def train(
-        self,
-        parts: Parts,
-        optimizer: optax.GradientTransformation,
-        *,
-        accumulation_steps: int,
-        on_nan: OnNaN | None = None,
-    ) -> Callable:
+    def train(self, training: TrainingStep) -> Callable:
         """Returns the function `(state, sums, batch) -> (state, sums)`; see `Steps.train`."""
-        if self._pipeline is not None and on_nan is not None:
+        if self._pipeline is not None and (on_nan := training.on_nan) is not None:
             raise ValueError(
                 f"on_nan={on_nan!r} cannot be combined with a pipeline: a stage sees the gradients "
                 "of its own layers alone. Leave on_nan out; TerminateOnNaN looks at the loss."
             )
-        return make_sharded_train_step(
-            parts, optimizer, self.placement, accumulation_steps=accumulation_steps, on_nan=on_nan
-        )
+        return make_sharded_train_step(training, self.placement)
 
     def evaluate(self, parts: Parts) -> Callable:
         """Returns the function `(params, model_state, sums, batch) -> sums`."""

@@ -7,16 +7,14 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-import optax
 from jax import export
 from jax.sharding import Mesh
 
 from tnt_jax import _jax
 from tnt_jax.distributed.shared_sums.joining import TARGET
 from tnt_jax.log import logger
-from tnt_jax.train.contracts import Parts, Steps
+from tnt_jax.train.contracts import Steps, TrainingStep
 from tnt_jax.train.execution import DeviceBatches, described_batch
-from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.health.number_watch import NumberWatch
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.steps.epoch_sums import zero_sums
@@ -102,24 +100,12 @@ class CompiledSteps:
     A state that is only traced may be a description; `watch` looks for what is not finite.
     """
 
-    def __init__(
-        self,
-        steps: Steps,
-        parts: Parts,
-        optimizer: optax.GradientTransformation,
-        *,
-        accumulation_steps: int,
-        on_nan: OnNaN | None,
-        kept: Kept | None = None,
-    ) -> None:
-        self.parts = parts
-        self.on_nan: OnNaN | None = on_nan
-        self.watch = NumberWatch(on_nan, parts, steps.mesh) if on_nan else None
+    def __init__(self, steps: Steps, step: TrainingStep, *, kept: Kept | None = None) -> None:
+        self.step, self.parts = step, step.parts
+        self.watch = NumberWatch(step.on_nan, step.parts, steps.mesh) if step.on_nan else None
         self._mesh = steps.mesh
         self._kept = kept
-        self._arguments: Any = (parts, optimizer)
-        self._options: Any = {"accumulation_steps": accumulation_steps, "on_nan": on_nan}
-        self._train_step = self._lasting(steps.train(*self._arguments, **self._options))
+        self._train_step = self._lasting(steps.train(step))
         self._steps = steps
         # Several steps as one program, made when the first such batch comes.
         self._train_steps: Callable | None = None
@@ -139,7 +125,7 @@ class CompiledSteps:
         if self._train_steps is None:
             fused = self._steps.fused
             assert fused is not None
-            self._train_steps = self._lasting(fused.train(*self._arguments, **self._options))
+            self._train_steps = self._lasting(fused.train(self.step))
         return self._train_steps
 
     def _lasting(self, step: Callable) -> Callable:

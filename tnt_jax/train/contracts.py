@@ -146,12 +146,21 @@ class CountedRows:
 class FusedSteps(NamedTuple):
     """Several steps as one program; its batches are stacked: arrays `[steps, rows, ...]`."""
 
-    # From the arguments of `Steps.train` to `(state, sums, batches) -> (state, sums)`.
+    # From the argument of `Steps.train` to `(state, sums, batches) -> (state, sums)`.
     train: Callable[..., Callable]
     # From a step of evaluation to `(params, model_state, sums, batches) -> sums`.
     evaluate: Callable[[Callable], Callable]
     # From a step of prediction to `(params, model_state, inputs, first_rows) -> outputs`.
     predict: Callable[[Callable], Callable]
+
+
+class TrainingStep(NamedTuple):
+    """What a step of training computes."""
+
+    parts: Parts
+    optimizer: optax.GradientTransformation  # Given gradients of the loss of the global batch.
+    accumulation_steps: int = 1  # Steps whose mean gradient makes one update.
+    on_nan: OnNaN | None = None  # What follows a step that is not finite; None to take it.
 
 
 class Start(NamedTuple):
@@ -175,19 +184,10 @@ class Steps(Protocol):
     without_padding: Callable[[DeviceBatches], DeviceBatches] | None = None
     num_waiting: int = 0  # Gradients on a device that wait for others of the same step.
 
-    def train(
-        self,
-        parts: Parts,
-        optimizer: optax.GradientTransformation,
-        *,
-        accumulation_steps: int,
-        on_nan: OnNaN | None = None,
-    ) -> Callable:
+    def train(self, training: TrainingStep) -> Callable:
         """Returns the function `(state, sums, batch) -> (state, sums)`.
 
-        Its method `lower` takes the same arguments. The optimizer is given gradients of the loss of
-        the whole global batch, whose mean over `accumulation_steps` makes one update. `on_nan` says
-        what follows a step that is not finite; None to take it.
+        Its method `lower` takes the same arguments.
         """
         ...
 

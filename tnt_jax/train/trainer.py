@@ -27,7 +27,7 @@ from tnt_jax.distributed.liveness import phases
 from tnt_jax.train import execution
 from tnt_jax.train.ahead import Ahead, ComingState, coming_state
 from tnt_jax.train.compiled_steps import CompiledSteps, Kept
-from tnt_jax.train.contracts import Batch, Hooks, Parts, Start, Steps
+from tnt_jax.train.contracts import Batch, Hooks, Parts, Start, Steps, TrainingStep
 from tnt_jax.train.execution import DeviceBatches, InFlight, in_groups, stack
 from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.memory_choice import first_run
@@ -235,14 +235,8 @@ class Trainer:
         if self.traced is not None and not self._reopens:
             self.traced = Kept()
         self._reopens = False
-        self.programs = CompiledSteps(
-            self.steps,
-            parts,
-            optimizer,
-            accumulation_steps=accumulation_steps,
-            on_nan=on_nan,
-            kept=self.traced,
-        )
+        step = TrainingStep(parts, optimizer, accumulation_steps, on_nan)
+        self.programs = CompiledSteps(self.steps, step, kept=self.traced)
         self.use_optimizer(optimizer, accumulation_steps=accumulation_steps)
 
     def use_optimizer(
@@ -374,14 +368,10 @@ class Trainer:
         if job is None or self._optimizer is None or group.shards is not None:
             return None
         steps = steps_of(job)
-        programs = CompiledSteps(
-            steps,
-            self.programs.parts,
-            self._optimizer,
-            accumulation_steps=self._accumulation_steps,
-            on_nan=self.programs.on_nan,
-            kept=self.traced,
+        step = self.programs.step._replace(
+            optimizer=self._optimizer, accumulation_steps=self._accumulation_steps
         )
+        programs = CompiledSteps(steps, step, kept=self.traced)
         whole = NamedSharding(job.mesh, PartitionSpec())
         state = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), self._built()

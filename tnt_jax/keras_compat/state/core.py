@@ -361,7 +361,8 @@ class Core:
                     apply = form.options.apply(self._plain_apply)
                     parts = functions.step_parts(apply, rows_at_once)
                     step = planning.TrainingStep(parts, transformation, *step_options)
-                    return _jax.TracedProgram(step.trace(steps, here.mesh, state, placed))
+                    traced = planning.trace_step(step, steps, here.mesh, state, placed)
+                    return _jax.TracedProgram(traced)
                 except sharded.NoBlocksError:
                     lacks_blocks = True
                     raise

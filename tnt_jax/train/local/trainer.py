@@ -23,7 +23,7 @@ from tnt_jax.distributed.liveness.rendezvous import check_not_alone
 from tnt_jax.distributed.sums.reduction import choose_reduction
 from tnt_jax.log import logger
 from tnt_jax.train.compiled_steps import CompiledSteps
-from tnt_jax.train.contracts import Steps
+from tnt_jax.train.contracts import Steps, TrainingStep
 from tnt_jax.train.execution import DeviceBatches
 from tnt_jax.train.local.groups import Group, LocalSteps, join_group
 from tnt_jax.train.local.outer import OuterUpdates
@@ -206,15 +206,13 @@ class GroupTrainer(Trainer):
     @property
     def programs(self) -> CompiledSteps:
         """The steps of training that `compile` has chosen for the trainer of all ranks."""
-        whole, optimizer = self._whole.programs, self._whole._optimizer
-        parts = whole.parts
-        compiled = self._compiled
+        whole, optimizer = self._whole.programs.step, self._whole._optimizer
+        compiled, parts = self._compiled, whole.parts
         if compiled is None or compiled.parts is not parts or optimizer is not self._optimizer:
             assert optimizer is not None, "compile() comes first."
             self._optimizer = optimizer
-            compiled = self._compiled = CompiledSteps(
-                self.steps, parts, optimizer, accumulation_steps=1, on_nan=whole.on_nan
-            )
+            step = TrainingStep(parts, optimizer, on_nan=whole.on_nan)
+            compiled = self._compiled = CompiledSteps(self.steps, step)
         return compiled
 
     @property

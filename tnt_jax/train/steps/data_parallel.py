@@ -3,10 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
@@ -15,7 +13,7 @@ from tnt_jax.data.feed import rank_slice_of
 from tnt_jax.data.layout import RankSlice
 from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.sums.reduction import Reduction
-from tnt_jax.train.contracts import Apply, FusedSteps, Parts, Start, Steps
+from tnt_jax.train.contracts import Apply, FusedSteps, Parts, Start, Steps, TrainingStep
 from tnt_jax.train.execution import mapped, scanned
 from tnt_jax.train.finite import check_uncompressed
 from tnt_jax.train.state import TrainState, create_state, descriptions, started_at_once
@@ -125,18 +123,12 @@ class StepsOfSlice(DataParallelSteps):
 
 
 def _make_train_step(
-    mesh: Mesh,
-    reduction: Reduction,
-    parts: Parts,
-    optimizer: optax.GradientTransformation,
-    **options: Any,
+    mesh: Mesh, reduction: Reduction, training: TrainingStep, *, stacked: bool = False
 ) -> Callable:
-    """Returns the step of `Steps.train`; the options are those of `make_train_step`."""
+    """Returns the step of `Steps.train`."""
     if reduction.shard_optimizer_state:
-        return make_sharded_train_step(
-            parts, optimizer, ShardedOptimizer(mesh, reduction), **options
-        )
-    return make_train_step(parts, optimizer, mesh, reduction=reduction, **options)
+        return make_sharded_train_step(training, ShardedOptimizer(mesh, reduction), stacked=stacked)
+    return make_train_step(training, mesh, reduction=reduction, stacked=stacked)
 
 
 def fused_loops(train: Callable[..., Callable], sharding: NamedSharding) -> FusedSteps:

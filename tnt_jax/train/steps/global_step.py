@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
@@ -26,7 +25,7 @@ from tnt_jax.data.feed import rank_slice_of
 from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.sums.reduction import Reduction
 from tnt_jax.log import logger
-from tnt_jax.train.contracts import Apply, Batch, FusedSteps, Parts
+from tnt_jax.train.contracts import Apply, Batch, FusedSteps, Parts, TrainingStep
 from tnt_jax.train.execution import DeviceBatches, mapped, scanned
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
 from tnt_jax.train.steps.sharded_step import Placement, ShardedOptimizer, make_sharded_train_step
@@ -79,16 +78,11 @@ class GlobalSteps(WholeBatches, DataParallelSteps):
 
 
 def _make_train_step(
-    placement: Placement,
-    parts: Parts,
-    optimizer: optax.GradientTransformation,
-    *,
-    stacked: bool = False,
-    **options: Any,
+    placement: Placement, training: TrainingStep, *, stacked: bool = False
 ) -> Callable:
-    """Returns the step of `Steps.train`; the options are those of `make_sharded_train_step`."""
-    mesh, rank = placement.mesh, _OneRank(placement)
-    step = make_sharded_train_step(parts, optimizer, rank, stacked=stacked, **options)
+    """Returns the step of `Steps.train`."""
+    mesh = placement.mesh
+    step = make_sharded_train_step(training, _OneRank(placement), stacked=stacked)
     return divided(
         _jax.unjitted(step),
         mesh,

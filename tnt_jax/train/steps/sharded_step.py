@@ -23,8 +23,8 @@ from tnt_jax import _jax
 from tnt_jax.distributed.sums.fused_psum import psum, split_like
 from tnt_jax.distributed.sums.gradients import StateAverage
 from tnt_jax.distributed.sums.reduction import Reduction, in_buckets
-from tnt_jax.train.contracts import Batch, Parts
-from tnt_jax.train.finite import OnNaN, is_finite_step, scale_alone, take_or_leave
+from tnt_jax.train.contracts import Batch, Parts, TrainingStep
+from tnt_jax.train.finite import is_finite_step, scale_alone, take_or_leave
 from tnt_jax.train.state import TrainState
 from tnt_jax.train.steps.epoch_sums import add_sums, num_real_rows
 from tnt_jax.train.steps.step import (
@@ -164,19 +164,14 @@ def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
 
 
 def make_sharded_train_step(
-    parts: Parts,
-    optimizer: optax.GradientTransformation,
-    placement: Placement,
-    *,
-    accumulation_steps: int = 1,
-    on_nan: OnNaN | None = None,
-    stacked: bool = False,
+    training: TrainingStep, placement: Placement, *, stacked: bool = False
 ) -> Callable:
     """Returns the jitted function `(state, sums, batch) -> (state, sums)`; see `Steps.train`.
 
     Each step sums its gradients over the ranks, which keep the parts that they update. If
     `stacked`, it is a program of several steps, for arrays `[steps, rows, ...]`.
     """
+    parts, optimizer, accumulation_steps, on_nan = training
     mesh = placement.mesh
     by_row: Any = PartitionSpec(_jax.rank_axes(mesh))
 

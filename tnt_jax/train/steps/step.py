@@ -11,7 +11,6 @@ from weakref import WeakSet
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -23,8 +22,8 @@ from tnt_jax.distributed.sums.random_rows import batch_key, evaluation_key
 from tnt_jax.distributed.sums.reduction import Reduction
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
-from tnt_jax.train.contracts import Apply, Batch, Parts
-from tnt_jax.train.finite import OnNaN, can_be_summed, is_finite_step, loss_scale, take_or_leave
+from tnt_jax.train.contracts import Apply, Batch, Parts, TrainingStep
+from tnt_jax.train.finite import can_be_summed, is_finite_step, loss_scale, take_or_leave
 from tnt_jax.train.state import TrainState, state_arrays, updated
 from tnt_jax.train.steps.epoch_sums import (
     add_sums,
@@ -179,14 +178,7 @@ def differentiate(
 
 
 def make_train_step(
-    parts: Parts,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-    *,
-    reduction: Reduction,
-    accumulation_steps: int = 1,
-    on_nan: OnNaN | None = None,
-    stacked: bool = False,
+    training: TrainingStep, mesh: Mesh, *, reduction: Reduction, stacked: bool = False
 ) -> Callable:
     """Returns the jitted function `(state, sums, batch) -> (state, sums)`; see `Steps.train`.
 
@@ -195,6 +187,7 @@ def make_train_step(
     unless `sums_every_step`. If `stacked`, it is one program of several steps, for arrays `[steps,
     rows, ...]`.
     """
+    parts, optimizer, accumulation_steps, on_nan = training
     at_once = accumulation_steps == 1 or sums_every_step()
     states = replace(_STATE, accumulated=REPLICATED) if at_once else _STATE
 
