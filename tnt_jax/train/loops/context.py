@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -181,6 +181,14 @@ def needs_arguments(name: str) -> str:
         "batch, or a key, that are no arguments of it, or that were computed from these before. "
         "Pass the batch, or its arrays, and the key of the step: "
         "tnt_jax.value_and_grad(loss_fn)(params, batch, key)."
+    )
+
+
+def refuse_passes(name: str, reason: str) -> NoReturn:
+    """Raises the error for a step whose results several passes would change."""
+    raise ValueError(
+        f"{name} cannot compute its rows in several passes: {reason}. Leave rows_at_once out of "
+        "tnt_jax.distributed_step."
     )
 
 

@@ -24,7 +24,7 @@ from tnt_jax.log import logger
 from tnt_jax.train.execution import InFlight
 from tnt_jax.train.health.recording import Recorder, changed_by_rounding, rounding_unit
 from tnt_jax.train.loops.checkpoints import restores, save_recorded
-from tnt_jax.train.loops.context import SummedMetric
+from tnt_jax.train.loops.context import SummedMetric, refuse_passes
 from tnt_jax.train.loops.dataset import DistributedBatch
 from tnt_jax.train.loops.program import Program
 from tnt_jax.train.memory_choice import (
@@ -244,10 +244,7 @@ class Engine:
         """Raises a ValueError if several passes would give other results, whatever is chosen."""
         mesh = self.runtime.mesh
         if operation is not None:
-            raise ValueError(
-                f"{self.name} cannot compute its rows in several passes: it compares rows "
-                f"of a batch, by {operation}. Leave rows_at_once out of tnt_jax.distributed_step."
-            )
+            refuse_passes(self.name, f"it compares rows of a batch, by {operation}")
         if (num_rows := num_local_rows(batch) // mesh.size) > 1:
             two_passes = replace(self._program, rows_at_once=num_rows - 1)
             two_passes.prepared(mesh, state, batch, words)

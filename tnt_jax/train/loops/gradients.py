@@ -20,6 +20,7 @@ from tnt_jax.train.loops.context import (
     StepContext,
     SummedMetric,
     needs_arguments,
+    refuse_passes,
     require_step,
     tracing,
 )
@@ -283,11 +284,8 @@ class _InPasses:
         if any(_jax.is_varying(x) or _jax.is_key(x) for x in traced.consts):
             raise ValueError(needs_arguments(name))
         if any(map(_jax.is_collective, traced.jaxpr.eqns)):
-            raise ValueError(
-                _whole(
-                    name,
-                    "its model communicates with other ranks, as a synchronized BatchNorm does",
-                )
+            refuse_passes(
+                name, "its model communicates with other ranks, as a synchronized BatchNorm does"
             )
         is_rows = [
             not draws_by_row(x)
@@ -300,25 +298,14 @@ class _InPasses:
         found, _ = dependences(traced.jaxpr, holds_rows)
         _, outcome = jax.tree.structure(shapes).unflatten(found)
         if not all(isinstance(x, Free) for x in jax.tree.leaves(outcome.variables)):
-            raise ValueError(
-                _whole(name, "its model keeps statistics of a batch, as BatchNorm does")
-            )
+            refuse_passes(name, "its model keeps statistics of a batch, as BatchNorm does")
         if not all(isinstance(x, Free) for x in outcome.penalties):
-            raise ValueError(_whole(name, "a penalty of its loss depends on the rows"))
+            refuse_passes(name, "a penalty of its loss depends on the rows")
         _, own = self._divided(list(zip(shapes[1].values, outcome.values, strict=True)))
         for x, dependence in own:
             if x.shape[:1] != (self._rows.part_rows,) or not is_by_row(dependence):
-                raise ValueError(
-                    _whole(
-                        name,
-                        f"its loss function returns {x.dtype}{list(x.shape)}, which has no value "
-                        "for each row, such as statistics of BatchNorm",
-                    )
+                refuse_passes(
+                    name,
+                    f"its loss function returns {x.dtype}{list(x.shape)}, which has no value for "
+                    "each row, such as statistics of BatchNorm",
                 )
-
-
-def _whole(name: str, reason: str) -> str:
-    return (
-        f"{name} cannot compute its rows in several passes: {reason}. Leave rows_at_once out of "
-        "tnt_jax.distributed_step."
-    )
