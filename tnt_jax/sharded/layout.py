@@ -30,7 +30,6 @@ _VALUE = "/value"
 _MAPPED = (_jax.FSDP_AXIS, STAGE_AXIS)
 # Smaller arrays share an all-to-all.
 _BUCKET_BYTES = 4 * 2**20
-_NO_STAGE = (None, STAGE_AXIS)
 
 
 @dataclass(frozen=True)
@@ -254,7 +253,7 @@ def _exchanged(stacks: Sequence[jax.Array], axes: Sequence[Sequence[Axis]]) -> l
     for index in cut:
         x = stacks[index]
         # Joined, an array would lose its cut over an axis that the compiler handles.
-        is_cut_further = any(axis not in (*_NO_STAGE, _jax.FSDP_AXIS) for axis in axes[index])
+        is_cut_further = any(axis not in (None, *_MAPPED) for axis in axes[index])
         sizes.append(x.size * x.dtype.itemsize)
         kinds.append(index if is_cut_further else (x.dtype, _jax.varying_axes(x)))
     for bucket in plan_buckets(sizes, _BUCKET_BYTES, kinds=kinds):

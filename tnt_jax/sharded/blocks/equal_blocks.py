@@ -311,18 +311,16 @@ class EqualBlocks:
         pending, seen = list(ends), set()
         while pending:
             atoms = pending.pop()
-            key = tuple(map(id, atoms))
+            key = key_of(atoms)
             if key in seen:
                 continue
             seen.add(key)
             is_same = self._compare_place(blocks, atoms, starts, found)
-            if is_same is None:
-                step = self._step(atoms)
-                is_same = step is not None
-                if step is not None:
-                    found.steps[tuple(self._made[x][0] for x in atoms)] = step
-                    pending += step.operands
-            if not is_same:
+            step = self._step(atoms) if is_same is None else None
+            if step is not None:
+                found.steps[tuple(self._made[x][0] for x in atoms)] = step
+                pending += step.operands
+            elif not is_same:
                 return False
         return True
 
