@@ -15,12 +15,11 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from tnt_jax import _jax
-from tnt_jax.job import Slot
+from tnt_jax.job import once_per_job
 from tnt_jax.train.state import TrainState, state_arrays
 
 # Knuth 1998, TAOCP 3, section 6.4; and the two factors of MurmurHash3's fmix32.
 _SPREAD, _FIRST, _SECOND = 2654435761, 0x85EBCA6B, 0xC2B2AE35
-_programs = Slot[dict[Mesh, Callable]](dict)
 
 
 def replicated_arrays(state: TrainState) -> list[jax.Array]:
@@ -39,15 +38,13 @@ def local_checksums(arrays: Sequence[jax.Array], mesh: Mesh) -> np.ndarray:
     if mesh.devices.flat[0].platform == "cpu":
         parts = zip(*map(_jax.local_parts, plain), strict=True)
         return np.array([[_of_host_array(x) for x in of_rank] for of_rank in parts], np.uint32)
-    programs = _programs.get()
-    if mesh not in programs:
-        programs[mesh] = checksum_program(mesh)
     # All are started before the first is read.
-    sums = [programs[mesh](x) for x in plain]
+    sums = [checksum_program(mesh)(x) for x in plain]
     by_array = [np.concatenate([np.asarray(x) for x in _jax.local_parts(whole)]) for whole in sums]
     return np.stack(by_array, axis=1)
 
 
+@once_per_job
 def checksum_program(mesh: Mesh) -> Callable:
     """Returns a jitted function from a replicated array to uint32 `[ranks]`, of its replicas.
 
