@@ -71,7 +71,12 @@ class OuterUpdates:
         *,
         num_steps: int = 0,
     ) -> None:
-        _check_floating(params)
+        for path, x in params.items():
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                raise TypeError(
+                    f"LocalSteps averages parameters of real floating numbers, but {path} is "
+                    f"{x.dtype}. Keep it out of the parameters that are trained."
+                )
         self.num_steps = num_steps
         self._group, self._sync = group, sync
         self._optimizer = sync.transformation(has_statistics=bool(averages))
@@ -378,15 +383,6 @@ class OuterUpdates:
 
 def _float32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
-
-
-def _check_floating(params: Mapping[str, jax.Array]) -> None:
-    for path, x in params.items():
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(
-                f"LocalSteps averages parameters of real floating numbers, but {path} is "
-                f"{x.dtype}. Keep it out of the parameters that are trained."
-            )
 
 
 class OuterLoop:
