@@ -373,9 +373,7 @@ class Trainer:
         )
         programs = CompiledSteps(steps, step, kept=self.traced)
         whole = NamedSharding(job.mesh, PartitionSpec())
-        state = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), self._built()
-        )
+        state = descriptions(self._built(), sharding=whole)
         return programs.staged("lower", _described_on(steps, job.mesh, group), state)
 
     def _started(
