@@ -123,8 +123,13 @@ class Step(NamedTuple):
 
 @dataclass
 class _Match:
-    """Match backward from the ends of blocks: the start of the first one, and equations."""
+    """Match of blocks backward from their ends: the start of the first one, and equations.
 
+    `starts` are what the blocks start from; None of the first one if that is to be found.
+    """
+
+    blocks: Sequence[int]
+    starts: Sequence[Any]
     start: dict[int, Any] = field(default_factory=dict)
     steps: dict[tuple[int, ...], Step] = field(default_factory=dict)
 
@@ -164,8 +169,8 @@ class EqualBlocks:
                 self._of_depth[depth].append(v)
         self._uses = self._find_uses()
         self.carried = self._find_chain(outputs)
-        found, ends = _Match(), list(zip(*self.carried[1:], strict=True))
-        is_same = self._compare(range(len(names)), ends, self.carried, found)
+        found, ends = _Match(range(len(names)), self.carried), zip(*self.carried[1:], strict=True)
+        is_same = self._compare(list(ends), found)
         assert is_same, "Each block equals the first one."
         self.steps, self.items = self._with_own_inputs(found)
         self._check_uses()
@@ -289,11 +294,8 @@ class EqualBlocks:
         ends = []
         for before in chain[1]:
             for variable in self._of_depth[block]:
-                found = _Match(dict(known))
-                starts = [chain[0], chain[block]]
-                if same_type(before, variable) and self._compare(
-                    (0, block), [(before, variable)], starts, found
-                ):
+                found = _Match((0, block), (chain[0], chain[block]), dict(known))
+                if same_type(before, variable) and self._compare([(before, variable)], found):
                     known = found.start
                     ends.append(variable)
                     break
@@ -304,9 +306,7 @@ class EqualBlocks:
         chain[0] = tuple(known[place] for place in range(len(known)))
         return tuple(ends)
 
-    def _compare(
-        self, blocks: Sequence[int], ends: list[Atoms], starts: Sequence[Any], found: _Match
-    ) -> bool:
+    def _compare(self, ends: list[Atoms], found: _Match) -> bool:
         """Returns whether blocks compute their ends in the same way, backward to the starts."""
         pending, seen = list(ends), set()
         while pending:
@@ -315,7 +315,7 @@ class EqualBlocks:
             if key in seen:
                 continue
             seen.add(key)
-            is_same = self._compare_place(blocks, atoms, starts, found)
+            is_same = self._compare_place(atoms, found)
             step = self._step(atoms) if is_same is None else None
             if step is not None:
                 found.steps[tuple(self._made[x][0] for x in atoms)] = step
@@ -324,34 +324,30 @@ class EqualBlocks:
                 return False
         return True
 
-    def _compare_place(
-        self, blocks: Sequence[int], atoms: Atoms, starts: Sequence[Any], found: _Match
-    ) -> bool | None:
+    def _compare_place(self, atoms: Atoms, found: _Match) -> bool | None:
         """Returns whether one place is the same in blocks; None if equations make it."""
         if self.is_shared(atoms):
             return True
         places = {
             i: start.index(x)
-            for i, (start, x) in enumerate(zip(starts, atoms, strict=False))
+            for i, (start, x) in enumerate(zip(found.starts, atoms, strict=False))
             if start is not None and not _is_literal(x) and x in start
         }
         if places:
-            return self._is_start(atoms, places, starts, found)
+            return self._is_start(atoms, places, found)
         params = [None if _is_literal(x) else self._place.get(x) for x in atoms]
         if any(params):
             numbers = {place[1] for place in params if place is not None}
-            return any(params == [(block, number) for block in blocks] for number in numbers)
+            return any(params == [(block, number) for block in found.blocks] for number in numbers)
         if all(self._depth_of(x) < 0 for x in atoms):
             return all(same_type(atoms[0], x) for x in atoms)
         return None
 
-    def _is_start(
-        self, atoms: Atoms, places: dict[int, int], starts: Sequence[Any], found: _Match
-    ) -> bool:
+    def _is_start(self, atoms: Atoms, places: dict[int, int], found: _Match) -> bool:
         """Returns whether all blocks take what they start from where one of them does."""
         number = next(iter(places.values()))
         first = atoms[0]
-        is_known = starts[0] is not None
+        is_known = found.starts[0] is not None
         if set(places.values()) != {number} or len(places) < len(atoms) - (not is_known):
             return False
         if is_known:
