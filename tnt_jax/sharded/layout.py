@@ -7,7 +7,7 @@ arrays of its own blocks (`at_stages`). Its transpose brings gradients back.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from tnt_jax import _jax
 from tnt_jax.distributed.sums.reduction import plan_buckets
 from tnt_jax.sharded.blocks.block_list import BlockList, Staged
 from tnt_jax.sharded.gathering import Cut
-from tnt_jax.sharded.options import Axis, Rule, choose_axes, with_axis, with_fsdp
+from tnt_jax.sharded.options import Axis, Dims, Rule, Shapes, choose_axes, with_axis, with_fsdp
 from tnt_jax.sharded.pipeline.pipeline import Pipeline
 from tnt_jax.sharded.pipeline.schedules import STAGE_AXIS, own_part
 from tnt_jax.train.state import is_array, state_arrays
@@ -37,8 +37,8 @@ class Layout:
     """Shapes and axes of parameters on a mesh, by path in the order of leaves, and `blocks`."""
 
     mesh: Mesh
-    shapes: Mapping[str, tuple[int, ...]]
-    axes: Mapping[str, tuple[Axis, ...]]
+    shapes: Shapes
+    axes: Dims
     structure: Any
     blocks: BlockList | None = None
 
@@ -48,7 +48,7 @@ class Layout:
         params: Any,
         mesh: Mesh,
         rules: Sequence[Rule] = (),
-        names: Mapping[str, tuple[Axis, ...]] | None = None,
+        names: Dims | None = None,
         pipeline: Pipeline | None = None,
     ) -> "Layout":
         """Returns the layout of whole parameters, or of their descriptions.
@@ -142,11 +142,7 @@ def cut_of(axes: tuple[Axis, ...]) -> Cut | None:
 
 
 def _with_stages(
-    chosen: Mapping[str, tuple[Axis, ...]],
-    shapes: Mapping[str, tuple[int, ...]],
-    pipeline: Pipeline,
-    num_stages: int,
-    num_parts: int,
+    chosen: Dims, shapes: Shapes, pipeline: Pipeline, num_stages: int, num_parts: int
 ) -> dict[str, tuple[Axis, ...]]:
     stacked = [path for path in shapes if pipeline.holds(path)]
     if not stacked:
@@ -170,10 +166,7 @@ def _with_stages(
 
 
 def _with_listed_stages(
-    chosen: Mapping[str, tuple[Axis, ...]],
-    shapes: Mapping[str, tuple[int, ...]],
-    blocks: BlockList,
-    num_stages: int,
+    chosen: Dims, shapes: Shapes, blocks: BlockList, num_stages: int
 ) -> dict[str, tuple[Axis, ...]]:
     """Returns axes with `stage` for the largest dimension of each array that stages divide."""
     if len(blocks.names) % num_stages:

@@ -23,6 +23,9 @@ AXES = (_jax.DATA_AXIS, _jax.STAGE_AXIS, _jax.FSDP_AXIS, "tensor")
 # One mesh axis, or none.
 Axis = str | None
 Rule = tuple[str, Axis | tuple[Axis, ...]]
+# Of parameters by path: their shapes, and the axis, or logical name, of each dimension.
+Shapes = Mapping[str, tuple[int, ...]]
+Dims = Mapping[str, tuple[Axis, ...]]
 
 # A smaller array is not worth an all-gather of its own.
 _SMALL = 1024
@@ -145,10 +148,7 @@ def checked_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
 
 
 def choose_axes(
-    shapes: Mapping[str, tuple[int, ...]],
-    names: Mapping[str, tuple[Axis, ...]],
-    rules: Sequence[Rule],
-    sizes: Mapping[str, int],
+    shapes: Shapes, names: Dims, rules: Sequence[Rule], sizes: Mapping[str, int]
 ) -> dict[str, tuple[Axis, ...]]:
     """Returns the mesh axis of each dimension of each parameter, by path; the first rule counts.
 
@@ -239,7 +239,7 @@ def with_axis(
     return (*axes[:best], axis, *axes[best + 1 :])
 
 
-def _offered(shapes: Mapping[str, Any], names: Mapping[str, tuple[Axis, ...]]) -> str:
+def _offered(shapes: Shapes, names: Dims) -> str:
     known = sorted({name for of_array in names.values() for name in of_array if name})
     of_names = f" Logical names are {', '.join(known)}." if known else ""
     return f"Parameters are {listed(list(shapes), most=6)}.{of_names}"

@@ -1,6 +1,6 @@
 """Compiled steps of a model that is sharded over a mesh."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from tnt_jax.distributed.sums.fused_psum import psum
 from tnt_jax.distributed.sums.reduction import Reduction, in_buckets
 from tnt_jax.sharded.gathering import gather_where_used
 from tnt_jax.sharded.layout import Layout, at_stages
-from tnt_jax.sharded.options import Axis, Rule
+from tnt_jax.sharded.options import Dims, Rule
 from tnt_jax.sharded.pipeline.pipeline import Pipeline
 from tnt_jax.sharded.pipelined_parts import PipelinedParts
 from tnt_jax.train.contracts import Apply, Batch, Measured, Parts, Start, Steps, TrainingStep
@@ -160,7 +160,7 @@ class ShardedSteps(Steps):
         reduction: Reduction,
         *,
         rules: Sequence[Rule] = (),
-        names: Callable[[], Mapping[str, tuple[Axis, ...]]] = dict,
+        names: Callable[[], Dims] = dict,
         has_remat: bool = False,
         pipeline: Pipeline | None = None,
         policy: Any = None,
