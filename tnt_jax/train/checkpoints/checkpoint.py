@@ -188,11 +188,10 @@ class Checkpoints:
             trees,
             {"position": position_note, "notes": dict(notes or {})},
             is_best=is_best,
+            must_be_finite=must_be_finite,
             leads=self._writer.leads,
         )
-        self._writer.start(
-            number, content, max_to_keep=self._max_to_keep, must_be_finite=must_be_finite
-        )
+        self._writer.start(number, content, max_to_keep=self._max_to_keep)
         return number
 
     def newest(self, *, before: int | None = None) -> int | None:

@@ -170,6 +170,7 @@ class Content:
     items: dict[str, dict[str, HostArray]]
     about: str
     is_best: bool  # Whether it is the best so far.
+    must_be_finite: bool  # Whether its parameters must be.
     is_spread: bool  # Whether each process writes a part.
 
     @classmethod
@@ -179,6 +180,7 @@ class Content:
         about: Mapping[str, Any],
         *,
         is_best: bool,
+        must_be_finite: bool,
         leads: bool,
     ) -> "Content":
         """Returns copies of what this process saves; if it `leads`, of what all hold, too."""
@@ -191,19 +193,23 @@ class Content:
             if tree
         }
         spread = any(is_spread(leaf) for tree in trees.values() for leaf in tree.values())
-        return cls(items, json.dumps(dict(about)), is_best, spread)
+        return cls(items, json.dumps(dict(about)), is_best, must_be_finite, spread)
 
 
-def check_finite(content: Content) -> None:
-    """Raises a NotFiniteError that names the first parameter with NaN or infinity."""
-    for path, array in content.items["state"].items():
+def _check_finite(arrays: Mapping[str, HostArray]) -> None:
+    for path, array in arrays.items():
         is_checked = path.startswith("params/") and jnp.issubdtype(array.dtype, jnp.inexact)
         if is_checked and not all(np.isfinite(values).all() for _, values in array.shards):
             raise NotFiniteError(f"{path} holds NaN or infinity")
 
 
 def write_part(folder: Path, content: Content, *, process: int) -> None:
-    """Writes the arrays of this process to the folder of a checkpoint, and their checksums."""
+    """Writes the arrays of this process to the folder of a checkpoint, and their checksums.
+
+    A NotFiniteError names the first parameter with NaN or infinity, if that is to be refused.
+    """
+    if content.must_be_finite:
+        _check_finite(content.items["state"])
     for item, arrays in content.items.items():
         own = {path: array for path, array in arrays.items() if array.shards}
         if own:

@@ -22,13 +22,7 @@ from tnt_jax.distributed.joining.runtime import init
 from tnt_jax.distributed.liveness.rendezvous import read_key
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
-from tnt_jax.train.checkpoints.files import (
-    Content,
-    NotFiniteError,
-    check_finite,
-    complete,
-    write_part,
-)
+from tnt_jax.train.checkpoints.files import Content, NotFiniteError, complete, write_part
 from tnt_jax.train.checkpoints.folders import OwnFolders, remove
 from tnt_jax.train.checkpoints.lock import DirectoryLock, LockedError
 
@@ -77,20 +71,21 @@ class Writer:
         """Creates the folder of a checkpoint; returns its number, the wanted or a higher one."""
         return self._agree("Checkpoints.save", lambda: self._prepare(wanted))
 
-    def start(
-        self, number: int, content: Content, *, max_to_keep: int | None, must_be_finite: bool
-    ) -> None:
+    def start(self, number: int, content: Content, *, max_to_keep: int | None) -> None:
         """Writes a checkpoint in the background, with the number that `begin` returned."""
         self._attempts += 1
         self._is_writing = True
         if not (self.leads or content.is_spread):
             return
         self._thread = threading.Thread(
-            target=self._write,
-            args=(number, content, max_to_keep, must_be_finite, f"{self._key}/{self._attempts}"),
-            name="tnt_jax checkpoint",
+            target=self._write, args=(number, content, max_to_keep), name="tnt_jax checkpoint"
         )
         self._thread.start()
+
+    @property
+    def _attempt(self) -> str:
+        """The key of the checkpoint that is being written."""
+        return f"{self._key}/{self._attempts}"
 
     def is_done(self) -> bool:
         """Returns whether no checkpoint is being written; all processes ask together."""
@@ -108,7 +103,7 @@ class Writer:
             return None
         self._is_writing = False
         if not self.leads:
-            text = read_key(f"{self._key}/{self._attempts}/outcome", _WHAT)
+            text = read_key(f"{self._attempt}/outcome", _WHAT)
             return Outcome(*json.loads(text)) if text else None
         outcome, self._pending = self._pending, None
         return outcome
@@ -169,18 +164,16 @@ class Writer:
     def _temporary(self, number: int) -> Path:
         return self.directory / self._folders.build_temporary_name(number)
 
-    def _write(
-        self, number: int, content: Content, max_to_keep: int | None, finite: bool, key: str
-    ) -> None:
+    def _write(self, number: int, content: Content, max_to_keep: int | None) -> None:
         """Writes this process's part; the leading process then lets the checkpoint appear."""
-        outcome = self._write_part(number, content, finite)
+        outcome = self._write_part(number, content)
         if not self.leads:
             told = json.dumps([outcome.result, outcome.problem])
-            _jax.coordination_client().key_value_set(f"{key}/{self._process}", told)
+            _jax.coordination_client().key_value_set(f"{self._attempt}/{self._process}", told)
             return
         try:
             if content.is_spread:
-                outcomes = [outcome, *self._others(key)]
+                outcomes = [outcome, *self._others()]
                 outcome = next((each for each in outcomes if each.result != "written"), outcome)
             if outcome.result == "written":
                 target = self.directory / self._folders.build_name(number)
@@ -191,12 +184,10 @@ class Writer:
         except Exception as error:  # Each process must hear of it, whatever it is.
             outcome = Outcome("failed", f"{type(error).__name__}: {error}")
         finally:
-            self._tell(outcome, number, key)
+            self._tell(outcome, number)
 
-    def _write_part(self, number: int, content: Content, finite: bool) -> Outcome:
+    def _write_part(self, number: int, content: Content) -> Outcome:
         try:
-            if finite:
-                check_finite(content)
             write_part(self._temporary(number), content, process=self._process)
         except NotFiniteError as error:
             return Outcome("refused", str(error))
@@ -204,27 +195,27 @@ class Writer:
             return Outcome("failed", f"Process {self._process}: {type(error).__name__}: {error}")
         return Outcome("written")
 
-    def _others(self, key: str) -> list[Outcome]:
+    def _others(self) -> list[Outcome]:
         """Returns how the other processes fared, once all have written."""
         outcomes = []
         for process in range(1, jax.process_count()):
-            told = read_key(f"{key}/{process}", _WHAT)
+            told = read_key(key := f"{self._attempt}/{process}", _WHAT)
             ends = Outcome("failed", "The script ended while a checkpoint was written")
             outcomes.append(Outcome(*json.loads(told)) if told else ends)
-            _jax.coordination_client().key_value_delete(f"{key}/{process}")
+            _jax.coordination_client().key_value_delete(key)
         return outcomes
 
-    def _tell(self, outcome: Outcome, number: int, key: str) -> None:
+    def _tell(self, outcome: Outcome, number: int) -> None:
         """Ends a checkpoint for all processes."""
         if outcome.result != "written" and (left := self._temporary(number)).is_dir():
             remove(left)
         self._pending = outcome
         if not self._alone and jax.process_count() > 1:
             client = _jax.coordination_client()
-            client.key_value_set(f"{key}/outcome", json.dumps([outcome.result, outcome.problem]))
+            told = json.dumps([outcome.result, outcome.problem])
+            client.key_value_set(f"{self._attempt}/outcome", told)
             # All have read it before they began this one.
-            before = int(key.rsplit("/", 1)[1]) - 1
-            client.key_value_delete(f"{self._key}/{before}/outcome")
+            client.key_value_delete(f"{self._key}/{self._attempts - 1}/outcome")
 
 
 def _close_all(writers: dict[tuple[Path, str, bool], Writer]) -> None:
