@@ -107,14 +107,8 @@ def make_train_step(training: TrainingStep, ranks: VirtualRanks) -> Callable:
             checked = grads if accumulation_steps == 1 else with_step(state.accumulated, grads)
             return is_finite_step(state, model_state, loss, checked)
 
-        return take_or_leave(
-            on_nan,
-            is_finite,
-            (state, sums),
-            take,
-            loss=loss,
-            platform=ranks.mesh.devices.flat[0].platform,
-        )
+        platform = ranks.mesh.devices.flat[0].platform
+        return take_or_leave(on_nan, is_finite, (state, sums), take, loss=loss, platform=platform)
 
     return _TrainStep(
         BatchSum(parts, measure, ranks), _ReplicatedProgram(finish, ranks, donate=donated())

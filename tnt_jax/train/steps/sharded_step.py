@@ -173,6 +173,7 @@ def make_sharded_train_step(
     """
     parts, optimizer, accumulation_steps, on_nan = training
     mesh = placement.mesh
+    platform = mesh.devices.flat[0].platform
     by_row: Any = PartitionSpec(_jax.rank_axes(mesh))
 
     def update(grads: Any, params: Any, opt_state: Any) -> tuple[Any, Any]:
@@ -214,14 +215,9 @@ def make_sharded_train_step(
             arrays = accumulate(state, grads, update, accumulation_steps)
             return state.after_step(*arrays, model_state=model_state), new_sums
 
+        before = state, sums
         new_state, taken_sums = take_or_leave(
-            on_nan,
-            lambda: is_finite,
-            (state, sums),
-            finish,
-            loss=loss,
-            platform=mesh.devices.flat[0].platform,
-            in_parts=True,
+            on_nan, lambda: is_finite, before, finish, loss=loss, platform=platform, in_parts=True
         )
         return placement.placed(new_state), taken_sums
 

@@ -248,14 +248,11 @@ def make_train_step(
             )
             return new_state, add_sums(sums, loss, losses, increments, rows)
 
-        return take_or_leave(
-            on_nan,
-            lambda: is_finite_step(state, model_state, loss, grads, found=jnp.equal(unfit, 0)),
-            (state, sums),
-            finish,
-            loss=loss,
-            platform=mesh.devices.flat[0].platform,
-        )
+        def judge() -> jax.Array:
+            return is_finite_step(state, model_state, loss, grads, found=jnp.equal(unfit, 0))
+
+        platform = mesh.devices.flat[0].platform
+        return take_or_leave(on_nan, judge, (state, sums), finish, loss=loss, platform=platform)
 
     mapped = _jax.shard_map(
         repeated(step) if stacked else step,
