@@ -124,13 +124,7 @@ def evaluated_in_passes(apply: Apply, at_once: RowsAtOnce) -> Apply:
     """Returns a forward pass over independent rows, in passes except in training, as traced."""
 
     def apply_in_passes(
-        params: Any,
-        model_state: Any,
-        inputs: Any,
-        *,
-        key: jax.Array | None,
-        train: bool,
-        mask: jax.Array | None,
+        params: Any, model_state: Any, inputs: Any, *, key: Any, train: bool, mask: Any
     ) -> Applied:
         rows = in_passes(jax.tree.leaves(inputs)[0].shape[0], at_once.evaluation)
         if train or rows.num_parts == 1:

@@ -231,17 +231,12 @@ def _reshaped(equation: Any, found: list[Dependence]) -> Dependence:
         return Unknown()
     assert isinstance(x, Free)
     spans = [(math.prod(old[:dim]), math.prod(old[: dim + 1])) for dim in x.varying]
-    return Free(
-        frozenset(
-            dim
-            for dim, size in enumerate(new)
-            if size != 1
-            and any(
-                low < math.prod(new[: dim + 1]) and math.prod(new[:dim]) < high
-                for low, high in spans
-            )
-        )
-    )
+
+    def overlaps(dim: int) -> bool:
+        first, last = math.prod(new[:dim]), math.prod(new[: dim + 1])
+        return any(low < last and first < high for low, high in spans)
+
+    return Free(frozenset(dim for dim, size in enumerate(new) if size != 1 and overlaps(dim)))
 
 
 def _dot(equation: Any, found: list[Dependence]) -> Dependence:
