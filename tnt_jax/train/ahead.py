@@ -5,10 +5,9 @@
     trainer.ahead.wait()
 
 They are the step of training and, beside the first steps, the evaluation of validation data. The
-caller of `start` traces the model, and the compiler alone runs in the thread. JAX keeps what it
-compiled for a program that was lowered, so that the function of `jax.jit` finds it when it is
-called. What does not fit, such as a first batch of another shape, is compiled by the call itself,
-as without this module.
+compiler alone runs in the thread. JAX keeps what it compiled for a program that was lowered, so
+that the function of `jax.jit` finds it when it is called; what does not fit, such as a first batch
+of another shape, is compiled by the call itself.
 
 A thread of process 0 also computes fresh variables of a training state meanwhile:
 

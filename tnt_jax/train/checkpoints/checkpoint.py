@@ -195,12 +195,9 @@ class Checkpoints:
         return number
 
     def newest(self, *, before: int | None = None) -> int | None:
-        """Returns the number of the newest complete checkpoint, or None.
+        """Returns the number of the newest complete checkpoint `before` a number, or None.
 
         A checkpoint that is being written is waited for.
-
-        Args:
-            before: Look among those of smaller numbers only.
         """
         self.wait()
         complete = self._on_all(self._folders.complete(self.directory))[0]
@@ -219,11 +216,7 @@ class Checkpoints:
 
     @in_phase("save", spent="restarting")
     def read(self, number: int | None = None, *, like: TrainState | None = None) -> Saved:
-        """Returns a checkpoint, if it is what was saved.
-
-        Args:
-            number: Number of the checkpoint; that of `read_newest_valid` by default.
-            like: As of `read_newest_valid`.
+        """Returns a checkpoint, if it is what was saved; by default that of `read_newest_valid`.
 
         Raises:
             FileNotFoundError: If there is no checkpoint.
@@ -244,16 +237,11 @@ class Checkpoints:
     def read_newest_valid(
         self, *, before: int | None = None, like: TrainState | None = None
     ) -> Saved | None:
-        """Returns the newest checkpoint that every process can read.
+        """Returns the newest checkpoint `before` a number that every process can read, or None.
 
-        It is read in full on every process, or as far as the process needs it. All processes
-        return the same one. A newer one that is damaged, or of which only the folder is left, is
-        named in a warning. Returns None if there are no checkpoints, and no folders of any.
-
-        Args:
-            before: Look among those of smaller numbers only.
-            like: The state that the arrays are for. Of arrays that it spreads over processes, each
-                process reads its parts alone.
+        All processes return the same one, which each reads in full; of arrays that the state
+        `like`, which they are for, spreads over processes, its parts alone. A newer one that is
+        damaged, or of which only the folder is left, is named in a warning.
 
         Raises:
             OSError: On all processes, if there are checkpoints and none of them can be read.

@@ -76,15 +76,9 @@ class DistributedEvalStep:
         self._engine = _EngineOfJob(step, takes_key=_takes_key(step), trains=False)
 
     def __call__(self, state: Any, batch: DistributedBatch, key: jax.Array | None = None) -> Any:
-        """Evaluates one global batch; the state stays the caller's.
+        """Evaluates one global batch; returns what the function does, the same on every rank.
 
-        Args:
-            state: What the step reads: any pytree of arrays.
-            batch: Batch of a `tnt_jax.distribute` dataset.
-            key: As for a training step, if the function takes one.
-
-        Returns:
-            What the function returns, the same on every rank.
+        The arguments are those of a training step; the state, which is read, stays the caller's.
 
         Raises:
             TypeError: If the batch did not come from a distributed dataset, or a result differs
