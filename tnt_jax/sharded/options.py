@@ -40,19 +40,12 @@ _WAYS_OUT = {
 
 @dataclass(frozen=True)
 class MeshAxes:
-    """Devices along each axis of a mesh; -1 for as many as are left.
+    """Devices along each axis of a mesh; -1 for as many as are left."""
 
-    Attributes:
-        data: Copies of the model, each of which trains on its rows of the global batch.
-        stage: Stages of a pipeline.
-        fsdp: Devices over which the arrays of a copy are sharded; rows are split over them as well.
-        tensor: Devices over which single operations are divided.
-    """
-
-    data: int = 1
-    stage: int = 1
-    fsdp: int = 1
-    tensor: int = 1
+    data: int = 1  # Copies of the model, each of which trains on its rows of the global batch.
+    stage: int = 1  # Stages of a pipeline.
+    fsdp: int = 1  # Over which the arrays of a copy are sharded, and its rows split.
+    tensor: int = 1  # Over which single operations are divided.
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> "MeshAxes":

@@ -17,33 +17,23 @@ from tnt_jax.adapters.base import VariablePath
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """The input and output of a step; the same on every rank.
+    """The input and output of a step; the same on every rank."""
 
-    Attributes:
-        step: Number of steps so far, int32 scalar.
-        params: Trained arrays.
-        model_state: Arrays that the model itself updates in training, such as BatchNorm's moving
-            statistics.
-        opt_state: State of the Optax transformation.
-        key: Threefry key of the run as its words, uint32 `[2]`; the key of a step is `fold_in(key,
-            step)`. A typed key among the results would disable JAX's fast path for starting
-            programs.
-        accumulated: Sums of each rank's own gradients since the last update, arrays `[ranks, ...]`
-            of which each rank holds its row, or one row of sums over the ranks that all hold; None
-            if every step updates.
-        residual: What compression left out of each rank's gradients so far, arrays `[ranks, ...]`
-            of which each rank holds its row; None without compression.
-        first_row: Rows of the global batch before those of these ranks, uint32 scalar, where other
-            ranks compute them by themselves; None for the first.
-    """
-
-    step: jax.Array
-    params: Any
-    model_state: Any
-    opt_state: Any
+    step: jax.Array  # Number of steps so far, int32 scalar.
+    params: Any  # Trained arrays.
+    model_state: Any  # Arrays that the model itself updates, such as BatchNorm's statistics.
+    opt_state: Any  # State of the Optax transformation.
+    # Threefry key of the run as its words, uint32 `[2]`; that of a step is `fold_in(key, step)`. A
+    # typed key among the results would disable JAX's fast path for starting programs.
     key: jax.Array
+    # Sums of each rank's own gradients since the last update, arrays `[ranks, ...]` of which each
+    # rank holds its row, or one row of sums over the ranks that all hold; None if all steps update.
     accumulated: Any = None
+    # What compression left out of each rank's gradients so far, arrays `[ranks, ...]` of which each
+    # rank holds its row; None without compression.
     residual: Any = None
+    # Rows of the global batch before those of these ranks, uint32 scalar, where other ranks compute
+    # them by themselves; None for the first.
     first_row: Any = None
 
     def after_step(self, params: Any, opt_state: Any, accumulated: Any, **others: Any) -> Self:
