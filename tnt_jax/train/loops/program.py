@@ -36,17 +36,6 @@ def sums_again(jaxpr: Any) -> bool:
     return False
 
 
-def unpacked(name: str, result: Any) -> tuple[Any, Any]:
-    """Returns state and metrics of a step's result; a TypeError if it is no pair."""
-    if isinstance(result, tuple) and len(result) == 2:
-        return result
-    found = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
-    raise TypeError(
-        f"{name} must return a pair (state, metrics), but returned {found}. Return {{}} for no "
-        f"metrics."
-    )
-
-
 def check_state(name: str, before: Any, after: Any) -> Any:
     """Returns the state that a step returned as arrays, if it is like that which it was given."""
     if jax.tree.structure(before) != jax.tree.structure(after):
@@ -223,9 +212,15 @@ class Program:
             )
         if not self.trains:
             return context, None, check_metrics(self.name, result)
-        new_state, metrics = unpacked(self.name, result)
-        new_state = check_state(self.name, state, new_state)
-        return context, new_state, check_metrics(self.name, metrics)
+        if not isinstance(result, tuple) or len(result) != 2:
+            kind = type(result).__name__
+            found = f"a tuple of {len(result)}" if isinstance(result, tuple) else kind
+            raise TypeError(
+                f"{self.name} must return a pair (state, metrics), but returned {found}. Return "
+                "{} for no metrics."
+            )
+        new_state = check_state(self.name, state, result[0])
+        return context, new_state, check_metrics(self.name, result[1])
 
 
 def comparison_of_rows(mapped: Callable, operands: tuple[Any, ...], traced: Any) -> str | None:
