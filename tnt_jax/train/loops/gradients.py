@@ -78,12 +78,18 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
 
         metrics: list[SummedMetric] = []
         module, function, params = _opened(loss_fn, params, step.key)
-        (value, (aux, increments, variables)), grads = _differentiate(objective, params, step)
+        (value, (loss, others)), grads, order = _traced_grads(
+            objective, _jax.make_varying(params), step
+        )
+        first = _jax.make_varying(value) if loss is None else ()
+        summed = sum_gradients(grads, step.reduction, order=order, first=first)
+        value = summed.first if loss is None else value
+        aux, increments, variables = others
         if module is not None:
             module.close(variables)
         for metric, added in zip(metrics, increments, strict=True):
             step.record(metric, added)
-        return ((value, aux) if has_aux else value), grads
+        return ((value, aux) if has_aux else value), summed.grads
 
     return differentiated
 
@@ -116,20 +122,6 @@ def grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
         return (grads, value[1]) if has_aux else grads
 
     return gradient
-
-
-def _differentiate(
-    objective: Callable, params: Any, step: StepContext
-) -> tuple[tuple[Any, Any], Any]:
-    """Returns the loss of the global batch with other results, and the summed gradients."""
-    (value, (loss, others)), grads, order = _traced_grads(
-        objective, _jax.make_varying(params), step
-    )
-    is_part = loss is None
-    summed = sum_gradients(
-        grads, step.reduction, order=order, first=_jax.make_varying(value) if is_part else ()
-    )
-    return (summed.first if is_part else value, others), summed.grads
 
 
 def _traced_grads(objective: Callable, params: Any, step: StepContext) -> tuple[Any, Any, Any]:
