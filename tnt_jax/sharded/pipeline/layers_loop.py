@@ -226,7 +226,12 @@ class LayersLoop:
         after = {id(e) for e in (*self._after, self._loop)}
         self._others = [e for e in equations if id(e) not in after]
         used = variables_in([v for e in self._after for v in e.invars] + list(jaxpr.outvars))
-        self._check_loop(used)
+        outputs = self._loop.outvars[_jax.loop_sizes(self._loop)[1] :]
+        if any(v in used for v in outputs):
+            raise ValueError(
+                f"A pipeline over {self._path!r} needs layers that hand on activations alone, but "
+                "these also return outputs of each layer, stacked. Add them to the activations."
+            )
         made = {v for e in self._others for v in e.outvars}
         of_params, of_rows = (
             _depending(self._others, variables) for variables in (self._params, self._micro)
@@ -261,14 +266,6 @@ class LayersLoop:
                 f"Parameters lie in {', '.join(known)}."
             )
         return users[0], layers
-
-    def _check_loop(self, used: list[Any]) -> None:
-        outputs = self._loop.outvars[_jax.loop_sizes(self._loop)[1] :]
-        if any(v in used for v in outputs):
-            raise ValueError(
-                f"A pipeline over {self._path!r} needs layers that hand on activations alone, but "
-                "these also return outputs of each layer, stacked. Add them to the activations."
-            )
 
 
 def example_of(part: jax.Array, shape: Sequence[int]) -> jax.Array:
