@@ -128,14 +128,11 @@ class Hooks(Protocol):
         ...
 
 
-class CountedRows:
+class CountedRows(Hooks):
     """Hooks that count real rows and do nothing else."""
 
     def __init__(self) -> None:
         self.number = 0
-
-    def on_batch_begin(self, index: int) -> None:
-        """Does nothing."""
 
     def on_batch_end(self, index: int, sums: Any, num_rows: int) -> bool:
         """Counts the rows, and goes on."""
