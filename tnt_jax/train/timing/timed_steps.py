@@ -77,8 +77,10 @@ def time_steps(
         loop = _Loop(trainer, iter(feed))
         loop.run(-(-_WARM_STEPS // num_steps))
         rows, seconds = _time(loop, -(-steps // num_steps))
-        shares = _trace(loop, -(-min(steps, _MOST_TRACED) // num_steps))
-    return Times(-(-steps // num_steps) * num_steps, rows, seconds, shares)
+        with _jax.profile() as recording, jax.profiler.TraceAnnotation(STEPS):
+            loop.run(-(-min(steps, _MOST_TRACED) // num_steps))
+    shares = collectives.all_gather(np.array(shares_of(events_of(recording)))).mean(axis=0)
+    return Times(-(-steps // num_steps) * num_steps, rows, seconds, tuple(shares.tolist()))
 
 
 class _Loop:
@@ -122,14 +124,6 @@ def _time(loop: _Loop, num_programs: int) -> tuple[int, float]:
     )
 
 
-def _trace(loop: _Loop, num_programs: int) -> tuple[float, ...]:
-    """Returns the shares of programs, mean over the processes."""
-    with _jax.profile() as recording, jax.profiler.TraceAnnotation(STEPS):
-        loop.run(num_programs)
-    own = np.array(shares_of(events_of(recording)))
-    return tuple(float(share) for share in collectives.all_gather(own).mean(axis=0))
-
-
 class Event(NamedTuple):
     """Operation of a device, or annotation of the thread that trains, with its times in ns."""
 
@@ -160,8 +154,7 @@ def shares_of(events: Iterable[Event]) -> tuple[float, float, float, float]:
 
     They make 1 together. A moment counts as computing if any device of the process computes;
     otherwise as exchanging if one exchanges; otherwise as data if the thread that trains waits for
-    a batch; otherwise as the host's. A ValueError says that there is not one annotation of the
-    steps, or no operation of a device within it.
+    a batch; otherwise as the host's.
     """
     events = list(events)
     steps = [event for event in events if event.name == STEPS and not event.is_operation]
