@@ -261,8 +261,10 @@ def read_checkpoint(
     except (OSError, ValueError, RecursionError) as error:
         about, problems = {}, problems or [f"{_ABOUT} cannot be read: {error}"]
     if problems or array_problems:
+        told = [f"{path} {problem}".strip() for path, problem in array_problems.items()]
+        more = [f"{len(told) - _NAMED} more arrays"] if len(told) > _NAMED else []
         raise DamagedCheckpointError(
-            f"{folder} is damaged: {'; '.join([*problems, *_in_words(array_problems)])}"
+            f"{folder} is damaged: {'; '.join([*problems, *told[:_NAMED], *more])}"
         )
     return items, about
 
@@ -309,13 +311,6 @@ def _differences(
         elif path not in known and path.split("/")[0] not in known:
             differences[path] = "is missing"
     return {path: problem for path, problem in differences.items() if problem}
-
-
-def _in_words(problems: Mapping[str, str]) -> list[str]:
-    """Returns what is wrong with arrays, the first few by name."""
-    told = [f"{path} {problem}".strip() for path, problem in problems.items()]
-    more = [f"{len(told) - _NAMED} more arrays"] if len(told) > _NAMED else []
-    return [*told[:_NAMED], *more]
 
 
 def _sync_folder(folder: Path) -> None:
