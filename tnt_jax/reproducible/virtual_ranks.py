@@ -103,10 +103,7 @@ def _parts(x: Any, number: int) -> Sequence[Any]:
 
 
 class VirtualRanks:
-    """`count` virtual ranks on the devices of a mesh of the axis `data`, `per_rank` on each.
-
-    A ValueError lists the allowed values unless `count` is a power of two that the devices divide.
-    """
+    """`count` virtual ranks on the devices of a mesh of the axis `data`, `per_rank` on each."""
 
     def __init__(self, count: int, mesh: Mesh) -> None:
         check_count(count, num_ranks=mesh.size)

@@ -53,8 +53,7 @@ class Layout:
     ) -> "Layout":
         """Returns the layout of whole parameters, or of their descriptions.
 
-        `names` are logical names of dimensions by path, besides those in `params`. A ValueError is
-        as of `choose_axes`, or says that the stages do not divide the layers.
+        `names` are logical names of dimensions by path, besides those in `params`.
         """
         shapes = {path: tuple(x.shape) for path, x in state_arrays(params).items()}
         known = dict(names or {}) | boxed_names(params)

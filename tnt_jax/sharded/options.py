@@ -87,11 +87,7 @@ class MeshAxes:
         return sizes
 
     def build(self, devices: Mesh) -> Mesh:
-        """Returns the mesh over the devices of the job, in their order.
-
-        Axes of one device are left out, but for `data`. A ValueError says that the axes do not use
-        exactly these devices, or that a process would hold ranks that are not neighbours.
-        """
+        """Returns the mesh over the devices of the job, in order; of one device only `data`."""
         sizes = self.sizes(devices.size)
         named = {name: n for name, n in sizes.items() if n > 1 or name == _jax.DATA_AXIS}
         mesh = Mesh(
@@ -258,9 +254,7 @@ class ShardingOptions:
         """Returns the choices, or None if the model is not sharded.
 
         The mesh may be `"auto"`, to choose it by the memory of a step, or None, for data
-        parallelism alone. Others are options that exclude a mesh; those that are set count. A
-        TypeError says that an argument is of the wrong kind, a ValueError that a value is invalid,
-        or that choices exclude one another.
+        parallelism alone. Others are options that exclude a mesh; those that are set count.
         """
         if mesh is None:
             if rules:

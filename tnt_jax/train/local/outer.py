@@ -58,8 +58,7 @@ class OuterUpdates:
     Besides parameters there are averages: floating arrays that groups compute themselves, such as
     BatchNorm's moving statistics. They travel with the last fragment, uncompressed, and become the
     mean of the groups'. `updates` are how often each fragment was updated, `num_steps` how many
-    steps each group has made, counted from a given number. A TypeError says that a parameter is not
-    of real floating numbers, a ValueError that there are fewer than fragments.
+    steps each group has made, counted from a given number.
     """
 
     def __init__(

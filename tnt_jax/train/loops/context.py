@@ -193,11 +193,7 @@ def refuse_passes(name: str, reason: str) -> NoReturn:
 
 
 def weight_of_real_rows(weight: ArrayLike | None, values: Any = None) -> ArrayLike | None:
-    """Returns row weights that are 0 on the padding of the step being traced, if one is.
-
-    A ValueError says that `values`, which are weighed, are a scalar that a rank made of its own
-    rows.
-    """
+    """Returns weights of `values` that are 0 on the padding of the step being traced, if one is."""
     context = _current.get()
     if context is None:
         return weight
