@@ -92,9 +92,7 @@ class ShardedParams:
     mesh: Mesh
     reduction: Reduction
     layout_of: Callable[[Any], Layout]  # Of whole parameters, or of their descriptions.
-    has_remat: bool = False  # As of `gather_where_used`.
-    # Returns what computes a step and its gradients in a pipeline; None for the derivative.
-    pipelining: Callable[[Parts, Layout], Parts] | None = None
+    parts_of: Callable[[Parts, Layout], Parts]  # Returns what computes parts from sharded ones.
 
     def param_specs(self, params: Any) -> Any:
         """Returns how the parameters, and their gradients, are cut over `fsdp`."""
@@ -104,10 +102,7 @@ class ShardedParams:
 
     def parts(self, parts: Parts, params: Any) -> Parts:
         """Returns what gathers the parameters and computes `parts` from them."""
-        layout = self.layout_of(params)
-        if self.pipelining is not None:
-            return self.pipelining(parts, layout)
-        return GatheredParts(parts, layout, has_remat=self.has_remat)
+        return self.parts_of(parts, self.layout_of(params))
 
     def sum(self, grads: Any, params: Any, *, order: Sequence[int]) -> Any:
         """Returns the sums of gradients; what was cut is summed over `fsdp` already."""
@@ -170,13 +165,11 @@ class ShardedSteps(Steps):
         self._rules = rules
         self._names = names
         self._pipeline = pipeline
-        pipelining = None
+        parts_of: Any = partial(GatheredParts, has_remat=has_remat)
         is_staged = self.mesh.shape.get(_jax.STAGE_AXIS, 1) > 1
         if pipeline is not None and pipeline.schedule == "1f1b" and is_staged:
-            pipelining = partial(PipelinedParts, pipeline=pipeline, policy=policy)
-        self.placement = ShardedParams(
-            self.mesh, reduction, self.layout_of, has_remat=has_remat, pipelining=pipelining
-        )
+            parts_of = partial(PipelinedParts, pipeline=pipeline, policy=policy)
+        self.placement = ShardedParams(self.mesh, reduction, self.layout_of, parts_of)
         self._by_row: Any = PartitionSpec(_jax.rank_axes(self.mesh))
         stacked = NamedSharding(self.mesh, PartitionSpec(None, *self._by_row))
         train = partial(make_sharded_train_step, placement=self.placement, stacked=True)
