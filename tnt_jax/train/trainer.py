@@ -41,15 +41,6 @@ class Trainer:
 
     The seed is that of fresh variables and of the random streams of the step. An owner is a trainer
     whose state this one reads, for another model over the same variables.
-
-    Attributes:
-        put: From this process's rows to arrays on the devices, sharded by row over all ranks.
-        put_stacked: The same for several batches `[batches, rows, ...]`.
-        ahead, evaluation_ahead: What compiles the step and evaluation before their first call.
-        fewer_rows: Lets steps compute fewer rows at once, and returns whether that is possible;
-            called where a device has no memory for a step. None to raise the error.
-        fewer_evaluated_rows: The same for evaluation and prediction.
-        most_in_flight: Programs that may wait for others; see `InFlight`.
     """
 
     def __init__(
@@ -74,18 +65,22 @@ class Trainer:
         # Of an elastic job, until `compile` chooses something else.
         self.traced: Kept | None = None if link() is None else Kept()
         self._reopens = False
+        # What compiles the step, evaluation, and the step after a loss before their first call.
         self.ahead, self.evaluation_ahead, self.ahead_of_loss = Ahead(), Ahead(), Ahead()
         # Returns the steps of a job of other processes, where training can go on with these.
         self.steps_of: Callable[[Runtime], Steps] | None = None
+        # Lets a step, or evaluation and prediction, compute fewer rows at once where a device has
+        # no memory for them; returns whether that is possible. None to raise the error.
         self.fewer_rows: Callable[[], bool] | None = None
         self.fewer_evaluated_rows: Callable[[], bool] | None = None
-        self.most_in_flight: int | None = None
+        self.most_in_flight: int | None = None  # Programs that may wait for others; see `InFlight`.
         # Kinds of programs, and rows of their batches, that have found memory.
         self._ran: set[tuple[str, int]] = set()
 
     def _use(self, runtime: Runtime, steps: Steps) -> None:
         self.runtime, self.steps, self.rank_slice = runtime, steps, steps.rank_slice
         mesh = runtime.mesh
+        # From the rows of this process, of one batch or several, to arrays sharded over all ranks.
         self.put, self.put_stacked = make_put(mesh), make_put(mesh, stacked=True)
         self._is_alone = mesh.size == 1
         self._use_prediction()
