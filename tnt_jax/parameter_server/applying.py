@@ -21,6 +21,9 @@ from tnt_jax.parameter_server.coordinator import Coordinator, Counts, Flight, Gl
 from tnt_jax.parameter_server.server_group import ServerFailure, StalenessBound, despite_failures
 from tnt_jax.parameter_server.worker import Report
 
+Begin = Callable[[GlobalBatch], None]
+End = Callable[[GlobalBatch, list[Report]], bool]
+
 
 class Asynchronous:
     """Applies gradients as they come, within a bound of staleness."""
@@ -33,12 +36,7 @@ class Asynchronous:
         self._ready: list[Flight] = []
         self._mine: set[Work] = set()
 
-    def train(
-        self,
-        batches: Iterator[GlobalBatch],
-        begin: Callable[[GlobalBatch], None],
-        end: Callable[[GlobalBatch, list[Report]], bool],
-    ) -> None:
+    def train(self, batches: Iterator[GlobalBatch], begin: Begin, end: End) -> None:
         """Trains on all batches; `begin` comes before each, and `end` says if no other is begun."""
         self.forget()
         known: dict[Work, GlobalBatch] = {}
@@ -78,10 +76,8 @@ class Asynchronous:
 
     def settle(self) -> None:
         """Waits until the servers have made all updates."""
-        try:
-            self._coordinator.servers.keep_snapshot()
-        except ServerFailure:
-            self._coordinator.servers.go_on()
+        servers = self._coordinator.servers
+        despite_failures(servers.keep_snapshot, servers.go_on)
 
     def under_way(self) -> list[Flight]:
         """Returns the work that was begun and has not ended."""
@@ -98,7 +94,16 @@ class Asynchronous:
 
     def advance(self) -> list[tuple[Work, Any]]:
         """Waits until something happens; returns work whose updates were ordered, with results."""
-        self._wait()
+        for flight, succeeded in despite_failures(
+            self._coordinator.wait, self._coordinator.servers.go_on
+        ):
+            if flight.work not in self._mine:
+                continue
+            if succeeded:
+                self._coordinator.will_apply(flight)
+                self._ready.append(flight)
+            else:
+                self._redo.append(flight.work)
         while self._redo and self._may_dispatch():
             self.start(self._redo.popleft())
         done = []
@@ -130,22 +135,6 @@ class Asynchronous:
             except ServerFailure:
                 self._coordinator.servers.go_on()
 
-    def _wait(self) -> None:
-        """Waits until something happens, and sorts what has ended."""
-        try:
-            ended = self._coordinator.wait()
-        except ServerFailure:
-            self._coordinator.servers.go_on()
-            return
-        for flight, succeeded in ended:
-            if flight.work not in self._mine:
-                continue
-            if succeeded:
-                self._coordinator.will_apply(flight)
-                self._ready.append(flight)
-            else:
-                self._redo.append(flight.work)
-
     def forget(self) -> None:
         """Forgets work that was begun, such as that of a call that was interrupted."""
         self._redo.clear()
@@ -165,12 +154,7 @@ class Synchronous:
     # Batches since the last snapshot, for when a server is lost.
     since: list[GlobalBatch] = field(default_factory=list, init=False)
 
-    def train(
-        self,
-        batches: Iterator[GlobalBatch],
-        begin: Callable[[GlobalBatch], None],
-        end: Callable[[GlobalBatch, list[Report]], bool],
-    ) -> None:
+    def train(self, batches: Iterator[GlobalBatch], begin: Begin, end: End) -> None:
         """Trains on all batches; `begin` comes before each, and `end` says if training ends."""
         for batch in batches:
             begin(batch)
