@@ -11,6 +11,7 @@ square of a global norm, or keep variables undivided; what neither can do is ref
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -62,30 +63,31 @@ class ServedOptimizer:
 
     def state_on(self, server: int, state: Any) -> list[np.ndarray | None]:
         """Returns a server's arrays of a whole state; None for those that it makes anew."""
-        leaves = jax.tree.leaves(state)
-        shapes = _shapes_of_state(self.transformation, self.params_on(server))
-        parts: list[np.ndarray | None] = []
-        for leaf, shape, index in zip(leaves, shapes, self.followed, strict=True):
+
+        def part(leaf: np.ndarray, shape: tuple[int, ...], index: int | None) -> np.ndarray | None:
             if leaf.shape == shape:
-                parts.append(leaf)
-            elif index is not None and leaf.shape[1:] == shape[1:]:
-                parts.append(self.plan.part(server, index, leaf))
-            else:
-                parts.append(None)
-        return parts
+                return leaf
+            if index is not None and leaf.shape[1:] == shape[1:]:
+                return self.plan.part(server, index, leaf)
+            return None
+
+        shapes = _shapes_of_state(self.transformation, self.params_on(server))
+        places = zip(jax.tree.leaves(state), shapes, self.followed, strict=True)
+        return [part(*place) for place in places]
 
     def whole_state(self, parts: Sequence[Sequence[Any]]) -> list[np.ndarray]:
         """Returns the arrays of the state for whole variables, from those of each server."""
-        whole = []
-        for number, shape in enumerate(self.state_shapes):
-            of_servers = [np.asarray(arrays[number]) for arrays in parts]
-            complete = next((array for array in of_servers if array.shape == shape), None)
-            index = self.followed[number]
-            if complete is None:
-                assert index is not None, "The traced transformation keeps such variables whole."
-                complete = self.plan.whole(index, of_servers)
-            whole.append(complete)
-        return whole
+
+        def whole(shape: tuple[int, ...], index: int | None, *parts: Any) -> np.ndarray:
+            of_servers = [np.asarray(part) for part in parts]
+            for array in of_servers:
+                if array.shape == shape:
+                    return array
+            assert index is not None, "The traced transformation keeps such variables whole."
+            return self.plan.whole(index, of_servers)
+
+        places = zip(self.state_shapes, self.followed, *parts, strict=True)
+        return [whole(*place) for place in places]
 
     def update(self, params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
         """Returns parameters and state after an update without exchange."""
@@ -114,15 +116,15 @@ class ServedOptimizer:
 
     def _kinds(self, params: Any, state: Any) -> list[Kind]:
         shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
+
+        def kind(leaf: Any, index: int | None) -> Kind:
+            if index is None:
+                return SAME if leaf.shape == () else whole_of()
+            return rows_of(index) if leaf.shape == shapes[index] else whole_of(index)
+
         variables = [rows_of(index) for index in range(len(shapes))]
-        of_state = []
-        for leaf, index in zip(jax.tree.leaves(state), self.followed, strict=True):
-            if index is not None:
-                is_aligned = leaf.shape == shapes[index]
-                of_state.append(rows_of(index) if is_aligned else whole_of(index))
-            else:
-                of_state.append(SAME if leaf.shape == () else whole_of())
-        return variables + of_state + variables
+        leaves = zip(jax.tree.leaves(state), self.followed, strict=True)
+        return [*variables, *(kind(*leaf) for leaf in leaves), *variables]
 
 
 def serve_optimizer(
@@ -161,38 +163,31 @@ def _analysed(
     """Returns the points of all servers, and why their updates would differ from those of one."""
     points: set[tuple[Point, ...]] = set()
     problems = []
+
+    def run(interpreter: Interpreter, *arguments: Any) -> Any:
+        results, kinds = served.interpreted(interpreter, *arguments)
+        problems.extend(_problem(served, kind) for kind in kinds)
+        return results
+
     for server in range(served.plan.num_servers):
-        interpreter = Interpreter(exchanges)
-        problems.append(_problem(served, _kinds_of_update(served, server, interpreter)))
+        interpreter, params = Interpreter(exchanges), served.params_on(server)
+        state = jax.eval_shape(served.transformation.init, params)
+        jax.eval_shape(partial(run, interpreter), params, state, params)
         points.add(tuple(interpreter.points))
     return points, next(filter(None, problems), None)
 
 
-def _kinds_of_update(served: ServedOptimizer, server: int, interpreter: Interpreter) -> list[Kind]:
-    found: list[Kind] = []
-
-    def run(*arguments: Any) -> Any:
-        results, kinds = served.interpreted(interpreter, *arguments)
-        found.extend(kinds)
-        return results
-
-    params = served.params_on(server)
-    jax.eval_shape(run, params, jax.eval_shape(served.transformation.init, params), params)
-    return found
-
-
-def _problem(served: ServedOptimizer, kinds: Sequence[Kind]) -> str | None:
-    """Returns why results of such kinds would differ from those of one server, or None."""
+def _problem(served: ServedOptimizer, kind: Kind) -> str | None:
+    """Returns why a result of such a kind would differ from that of one server, or None."""
+    if kind.name != "whole":
+        return None
+    if len(kind.variables) > 1:
+        return f"it mixes values of several variables ({kind.because})"
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(served.params)]
-    for kind in kinds:
-        if kind.name != "whole":
-            continue
-        if len(kind.variables) > 1:
-            return f"it mixes values of several variables ({kind.because})"
-        for index in kind.variables:
-            if index < 0 or served.plan.is_divided(index):
-                what = paths[index] if index >= 0 else "all variables"
-                return f"it needs the whole of {what} at once ({kind.because})"
+    for index in kind.variables:
+        if index < 0 or served.plan.is_divided(index):
+            what = paths[index] if index >= 0 else "all variables"
+            return f"it needs the whole of {what} at once ({kind.because})"
     return None
 
 
