@@ -209,10 +209,10 @@ class Coordinator:
         if flight.work.method == "run":
             flight.result, changes = flight.result
             flight.pushes = flight.pushes if changes else []
-        self.free.add(flight.worker)
-        self._seconds[flight.worker] = seconds
-        busy_s = self.statistics.busy_s
-        busy_s[flight.worker] = busy_s.get(flight.worker, 0.0) + seconds
+        worker, busy_s = flight.worker, self.statistics.busy_s
+        self.free.add(worker)
+        self._seconds[worker] = seconds
+        busy_s[worker] = busy_s.get(worker, 0.0) + seconds
         return True
 
     def _after_loss(self, flight: Flight) -> None:
@@ -251,9 +251,9 @@ class Coordinator:
             self._ray.get(ref)
         except self._ray.exceptions.RayError as error:
             logger.warning("Worker %d cannot start again: %s", worker, error)
-            return
-        self._was_applied.pop(worker, None)
-        self.free.add(worker)
+        else:
+            self._was_applied.pop(worker, None)
+            self.free.add(worker)
 
     def _look_for_late_workers(self) -> None:
         """Gives up workers that do not start again; the others do their work."""
@@ -333,10 +333,9 @@ class SidecarEvaluation(Callback):
         if self._actor is None:
             self._actor = actors.start_beside()
             self._actor.load.remote(self._coordinator.model)
-        version = self._coordinator.servers.version
-        self._last = version
+        self._last = self._coordinator.servers.version
         arguments = (actors.ray.put(self._batches), 0, *self._coordinator.servers.pull())
-        self._asked = (version, self._actor.evaluate.remote(*arguments))
+        self._asked = (self._last, self._actor.evaluate.remote(*arguments))
 
     def _collect(self, *, waits: bool) -> None:
         """Takes the result of the evaluation that runs, if it has ended or this waits for it."""

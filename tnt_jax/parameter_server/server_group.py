@@ -134,8 +134,11 @@ class Actors:
         self._num_servers = num_servers
         self.timeout_s = start_timeout_s
         self._worker_env = dict(worker_env)
-        if "GPU" not in resources_per_worker and "JAX_PLATFORMS" not in self._worker_env:
-            self._worker_env["JAX_PLATFORMS"] = "cpu"
+        if "GPU" not in resources_per_worker:
+            self._worker_env.setdefault("JAX_PLATFORMS", "cpu")
+        # Of the process in each place of the group, for messages.
+        self._names = [f"Server {number}" for number in range(num_servers)]
+        self._names += [f"Worker {number}" for number in range(num_workers)]
         self._group: Any = None
         self.servers: list[Any] = []
         self.workers: dict[int, Any] = {}
@@ -256,7 +259,7 @@ class Actors:
         lost = [number for number, answer in answers.items() if answer is None]
         for number in lost:
             logger.warning(
-                "%s was lost before it had started, and is started once more.", self._name(number)
+                "%s was lost before it had started, and is started once more.", self._names[number]
             )
             if number < self._num_servers:
                 self.servers[number] = self.start_server(number)
@@ -300,25 +303,18 @@ class Actors:
                     answers[number] = None
                     continue
                 raise RuntimeError(
-                    f"{self._name(number)} of the parameter server cannot start on its node: "
+                    f"{self._names[number]} of the parameter server cannot start on its node: "
                     f"{error}. tnt_jax and what it needs must be installed there, in the same "
                     "versions as here."
                 ) from error
         return answers
 
-    def _name(self, bundle: int) -> str:
-        if bundle < self._num_servers:
-            return f"Server {bundle}"
-        return f"Worker {bundle - self._num_servers}"
-
 
 def _options(resources: Mapping[str, float]) -> dict[str, Any]:
-    others = dict(resources)
-    options: dict[str, Any] = {"num_cpus": others.pop("CPU", 0)}
-    for name, option in (("GPU", "num_gpus"), ("memory", "memory")):
-        if name in others:
-            options[option] = others.pop(name)
-    return {**options, "resources": others} if others else options
+    named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    options = {named[name]: amount for name, amount in resources.items() if name in named}
+    others = {name: amount for name, amount in resources.items() if name not in named}
+    return {"num_cpus": 0, **options, **({"resources": others} if others else {})}
 
 
 def _listed(resources: Mapping[str, float]) -> str:

@@ -42,12 +42,13 @@ class EpochSums:
         """Adds the reports of shares of a batch, in order; its rows weigh its loss."""
         total: Report = jax.tree.map(lambda *parts: sum(parts[1:], start=parts[0]), *reports)
         rows = np.float32(total.rows)
-        added = {
-            "loss": (np.float32(total.loss) * rows, rows),
-            "losses": [(np.float32(value) * rows, rows) for value in total.losses],
-            "metrics": total.increments,
-        }
-        self.add_sums(added)
+        self.add_sums(
+            {
+                "loss": (np.float32(total.loss) * rows, rows),
+                "losses": [(np.float32(value) * rows, rows) for value in total.losses],
+                "metrics": total.increments,
+            }
+        )
 
     def add_sums(self, added: Any) -> None:
         """Adds the sums of other batches."""
@@ -142,8 +143,7 @@ class ServedTrainer(Trainer):
         assert state is not None
         arguments = (state.params, state.model_state, batch)
         if self._counts is None:
-            parts = self.programs.parts
-            mesh = self.runtime.mesh
+            parts, mesh = self.programs.parts, self.runtime.mesh
             self._counts = make_counts(parts, mesh)
             if isinstance(parts, StepParts) and exchanges_rows(
                 parts.apply, mesh, state, batch.inputs
@@ -171,10 +171,10 @@ class ServedTrainer(Trainer):
     ) -> Any:
         """Trains on batches; returns the sums of the epoch, or None without a batch."""
         epoch_sums, ended = EpochSums(sums), count(first_index)
-
-        def global_batches() -> Iterator[GlobalBatch]:
-            for index, group in enumerate(batches, first_index):
-                yield GlobalBatch(_host(group.batch), index, group.num_rows)
+        global_batches = (
+            GlobalBatch(_host(group.batch), index, group.num_rows)
+            for index, group in enumerate(batches, first_index)
+        )
 
         def begin(batch: GlobalBatch) -> None:
             hooks.on_batch_begin(batch.index)
@@ -191,7 +191,7 @@ class ServedTrainer(Trainer):
         start = time.perf_counter()
         self.load()
         try:
-            self.training.train(global_batches(), begin, end)
+            self.training.train(global_batches, begin, end)
             self.training.settle()
         finally:
             statistics = self._coordinator.statistics
