@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -84,8 +83,8 @@ class Timeline:
         self._file = None
 
     def _name(self, kind: str, name: str, thread: int) -> None:
-        ids = {"pid": self._process, "tid": thread}
-        self._write({"name": kind, "ph": "M", **ids, "args": {"name": name}})
+        event = {"name": kind, "ph": "M", "pid": self._process, "tid": thread}
+        self._write({**event, "args": {"name": name}})
 
     def _write(self, event: dict[str, Any]) -> None:
         with self._lock:
@@ -133,15 +132,8 @@ def span(name: str, category: str, **arguments: Any) -> AbstractContextManager[N
 
 def recorded(function: _F, name: str, category: str) -> _F:
     """Returns a function whose calls are recorded, if anything is; else the function itself."""
-    if _timeline.get() is None:
-        return function
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with span(name, category):
-            return function(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
+    timeline = _timeline.get()
+    return function if timeline is None else timeline.span(name, category, {})(function)
 
 
 def add(name: str, category: str, start_ns: int, **arguments: Any) -> None:
