@@ -23,7 +23,7 @@ from tnt_jax.distributed.host.exchange import (
 )
 from tnt_jax.distributed.joining.process_sets import ProcessSet, members_of
 from tnt_jax.distributed.joining.runtime import get_process_count
-from tnt_jax.distributed.liveness.phases import called, here
+from tnt_jax.distributed.liveness.phases import calling, here
 from tnt_jax.distributed.liveness.rendezvous import meet
 from tnt_jax.distributed.sums.hlo import Collective, read_collectives, read_planned, split_programs
 
@@ -152,19 +152,12 @@ def all_reduce(tree: Any, op: Op = "sum", *, process_set: ProcessSet | None = No
     """
     members = members_of(process_set)
     with exclusive("all_reduce"):
-        call = f"all_reduce (op={op})"
-        gathered = gather(
-            call,
-            tree,
-            members,
-            check_numbers("all_reduce"),
-            problem=problem_of(op),
-            is_joinable=True,
-        )
+        call, check = f"all_reduce (op={op})", check_numbers("all_reduce")
+        gathered = gather(call, tree, members, check, problem=problem_of(op), is_joinable=True)
         return gathered.structure.unflatten(reduced(gathered, lambda rows: reduce_rows(rows, op)))
 
 
-@called("barrier")
+@calling("barrier")
 def barrier(*, timeout_s: int = 300, process_set: ProcessSet | None = None) -> None:
     """Waits until every process has called it.
 
@@ -190,13 +183,12 @@ def reduce_rows(rows: np.ndarray, op: Op) -> np.ndarray:
     if op in ("min", "max"):
         return reduce(rows, axis=0)
     if dtype.kind in "biu" or jnp.issubdtype(dtype, jnp.integer):
-        wide = rows
         if dtype.kind not in "biu":
             is_unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
-            wide = rows.astype(np.uint64 if is_unsigned else np.int64)
-        result = reduce(wide, axis=0)
+            rows = rows.astype(np.uint64 if is_unsigned else np.int64)
+        result = reduce(rows, axis=0)
         if op != "mean":
-            _check_fits(wide, result, op)
+            _check_fits(rows, result, op)
         return result
     if dtype.itemsize < 4:
         return reduce(rows.astype(np.float64), axis=0).astype(dtype)
@@ -273,13 +265,10 @@ def any_process(flag: bool, *, where: str) -> bool:
 
 def call_on_all_processes(function: Callable[[], _T]) -> _T:
     """Returns the result of a function; if it fails on any process, all raise as below."""
-    error = None
-    result = cast(_T, None)
+    error, result = None, cast(_T, None)
     try:
         result = function()
     except Exception as raised:  # Raised below, on every process.
-        if get_process_count() == 1:
-            raise
         error = raised
     raise_on_all_processes(error)
     return result

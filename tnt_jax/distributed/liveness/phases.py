@@ -13,11 +13,10 @@ in plain attributes, which cost a step next to nothing:
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
-from typing import Literal, ParamSpec, TypeVar
+from typing import Literal
 
 from tnt_jax.distributed import goodput, timeline
 from tnt_jax.job import Slot
@@ -34,8 +33,6 @@ _WORDS: dict[Phase, str] = {
 }
 # Phases that end only if every process takes part.
 _OF_ALL: tuple[Phase, ...] = ("compile", "step", "steps")
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -259,28 +256,16 @@ def among(members: Sequence[int]) -> Iterator[None]:
 
 @contextmanager
 def calling(name: str) -> Iterator[None]:
-    """Records that a public call, which every process must make, runs within the block."""
+    """Records that a public call, which every process must make, runs within the block.
+
+    It also decorates functions that every process must call.
+    """
     own = here()
-    outer, before = (own.calls, own.epoch, own.step), own.doing
+    outer = own.calls, own.epoch, own.step, own.doing
     own.calls, own.epoch, own.step = (*own.calls, name), 0, 0
     own.doing = ("", "")
     try:
         with timeline.span(name, "call"):
             yield
     finally:
-        own.calls, own.epoch, own.step = outer
-        own.doing = before
-
-
-def called(name: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Returns a decorator for public functions that every process must call; see `calling`."""
-
-    def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
-        @wraps(function)
-        def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-            with calling(name):
-                return function(*args, **kwargs)
-
-        return call
-
-    return decorate
+        own.calls, own.epoch, own.step, own.doing = outer

@@ -15,6 +15,7 @@ at its position many times a minute, so that the steps themselves read no clock.
 """
 
 import atexit
+import contextlib
 import json
 import os
 import random
@@ -42,9 +43,10 @@ from tnt_jax.job import Slot
 from tnt_jax.log import logger
 from tnt_jax.settings import STALLED_EXIT_CODE
 
-# Of a stack, the innermost calls; those of tnt_jax are left out where there are others.
+# Of a stack, the innermost calls; those of tnt_jax and its decorators are left out where there are
+# others.
 _MOST_CALLS = 12
-_OWN = (str(Path(__file__).parents[2]) + os.sep, threading.__file__)
+_OWN = (str(Path(__file__).parents[2]) + os.sep, threading.__file__, contextlib.__file__)
 _MOST_CHARACTERS = 3000
 
 

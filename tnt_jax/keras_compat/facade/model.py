@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 import jax
 import numpy as np
 
-from tnt_jax.distributed.liveness.phases import called
+from tnt_jax.distributed.liveness.phases import calling
 from tnt_jax.keras_compat.callbacks import History
 from tnt_jax.keras_compat.compiling.compiled import new_compilation
 from tnt_jax.keras_compat.configuration import resolved
@@ -180,7 +180,7 @@ class Model(SingleBatches, Inspection):
         self._core.forget_passes()
         self._core.check_local_steps()
 
-    @called("Model.fit")
+    @calling("Model.fit")
     def fit(
         self,
         x: Any = None,
@@ -274,7 +274,7 @@ class Model(SingleBatches, Inspection):
         calls = CallbackArguments(with_backup(callbacks, directory), verbose, self)
         return self._fit_loop(self._shared, calls).run(data, arguments)
 
-    @called("Model.evaluate")
+    @calling("Model.evaluate")
     def evaluate(
         self,
         x: Any = None,
@@ -304,7 +304,7 @@ class Model(SingleBatches, Inspection):
         calls = CallbackArguments(callbacks, verbose, self)
         return as_returned(evaluate(self._shared, data, steps, calls), return_dict)
 
-    @called("Model.predict")
+    @calling("Model.predict")
     def predict(
         self,
         x: Any,
@@ -334,7 +334,7 @@ class Model(SingleBatches, Inspection):
         )
         return predict(self._shared, data, steps, CallbackArguments(callbacks, verbose, self))
 
-    @called("Model.build")
+    @calling("Model.build")
     def build(self, inputs: Any) -> None:
         """Creates the variables for inputs of a known shape.
 
@@ -410,7 +410,7 @@ class Model(SingleBatches, Inspection):
         other._core.view(self._core.trainer)
         return other
 
-    @called("Model.save")
+    @calling("Model.save")
     def save(
         self, filepath: PathLike, overwrite: bool = True, *, tnt_save_all_devices: bool = False
     ) -> None:
@@ -435,7 +435,7 @@ class Model(SingleBatches, Inspection):
         """
         self.saver.save(filepath, overwrite, all_devices=tnt_save_all_devices, with_model=True)
 
-    @called("Model.save_weights")
+    @calling("Model.save_weights")
     def save_weights(
         self, filepath: PathLike, overwrite: bool = True, *, tnt_save_all_devices: bool = False
     ) -> None:
@@ -455,7 +455,7 @@ class Model(SingleBatches, Inspection):
         """
         self.saver.save(filepath, overwrite, all_devices=tnt_save_all_devices, with_model=False)
 
-    @called("Model.load_weights")
+    @calling("Model.load_weights")
     def load_weights(self, filepath: PathLike, skip_mismatch: bool = False) -> None:
         """Loads variables that `save` or `save_weights` wrote; every process must call it.
 
@@ -505,7 +505,7 @@ class Model(SingleBatches, Inspection):
         """
         return self.training_state.get_weights()
 
-    @called("Model.set_weights")
+    @calling("Model.set_weights")
     def set_weights(self, weights: list[np.ndarray]) -> None:
         """Replaces all arrays, on every process by those of the master.
 

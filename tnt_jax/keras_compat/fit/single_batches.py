@@ -31,7 +31,7 @@ class SingleBatches:
     _core: Core
     _shared: Shared
 
-    @phases.called("Model.train_on_batch")
+    @phases.calling("Model.train_on_batch")
     def train_on_batch(
         self,
         x: Any,
@@ -68,7 +68,7 @@ class SingleBatches:
         self._core.write_back_outside_fit()
         return self._results(return_dict)
 
-    @phases.called("Model.test_on_batch")
+    @phases.calling("Model.test_on_batch")
     def test_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
     ) -> float | list[float] | dict[str, float]:
@@ -81,7 +81,7 @@ class SingleBatches:
             self._shared.progress.epoch_sums = self._core.trainer.evaluate(feed, CountedRows())
         return self._results(return_dict)
 
-    @phases.called("Model.predict_on_batch")
+    @phases.calling("Model.predict_on_batch")
     def predict_on_batch(self, x: Any) -> Any:
         """Returns all outputs `[rows, ...]` for one batch as NumPy arrays, on every process."""
         first = self._single(x, None, None, is_inputs=True)

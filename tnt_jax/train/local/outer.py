@@ -25,7 +25,7 @@ from tnt_jax.data.feed import make_put
 from tnt_jax.distributed.elastic import link
 from tnt_jax.distributed.host.links import Links, Message
 from tnt_jax.distributed.joining.runtime import init
-from tnt_jax.distributed.liveness.phases import called
+from tnt_jax.distributed.liveness.phases import calling
 from tnt_jax.train.local.fragments import (
     message_bytes,
     packed,
@@ -441,7 +441,7 @@ class OuterLoop:
         return self._structure.unflatten([arrays[path] for path in self._paths])
 
 
-@called("local_steps")
+@calling("local_steps")
 def local_steps(params: Any, sync: LocalSteps) -> OuterLoop:
     """Begins local steps with outer updates (DiLoCo) in a custom training loop.
 

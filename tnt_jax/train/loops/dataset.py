@@ -18,7 +18,7 @@ from tnt_jax.data.layout import ReadOptions
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.data.streams import EpochStream, only_full, open_stream, read_in_lockstep
 from tnt_jax.distributed.joining.runtime import init
-from tnt_jax.distributed.liveness.phases import called, in_phase
+from tnt_jax.distributed.liveness.phases import calling, in_phase
 from tnt_jax.seeding import seed_or_default
 from tnt_jax.train.checkpoints.checkpoint import Position
 from tnt_jax.train.checkpoints.data_position import batches_done, describe_position
@@ -292,7 +292,7 @@ class DistributedDataset:
         self._is_within = False
 
 
-@called("distribute")
+@calling("distribute")
 def distribute(
     x: Any,
     y: Any = None,
