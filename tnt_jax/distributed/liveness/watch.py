@@ -134,32 +134,26 @@ def _silence_limit_s(note: Note, timeout_s: float) -> float:
 def find_cause(seen: Sequence[Seen], timeout_s: float) -> ExitNotice | None:
     """Returns the process that holds up the job, or None if none is over its limit."""
     there = [process for process, each in enumerate(seen) if not each.note.has_left]
-    for process in there:
-        if seen[process].silent_s >= _silence_limit_s(seen[process].note, timeout_s):
-            return _silent(process, seen[process])
     notes = [each.note for each in seen]
-    over = [
-        process for process in there if notes[process].stuck_s >= limit_s(notes[process], timeout_s)
-    ]
-    busy = [
-        process
-        for process in over
-        if not notes[process].may_wait and _is_awaited(notes, process, timeout_s)
-    ]
+    for process in there:
+        if seen[process].silent_s >= _silence_limit_s(notes[process], timeout_s):
+            return _silent(process, seen[process])
+    over = [x for x in there if notes[x].stuck_s >= limit_s(notes[x], timeout_s)]
+    waiting = [x for x in over if notes[x].may_wait]
+    busy = [x for x in over if x not in waiting and _is_awaited(notes, x, timeout_s)]
     if busy:
-        return _stuck(min(busy, key=lambda process: notes[process].order), notes, timeout_s)
-    waiting = [process for process in over if notes[process].may_wait]
-    if len(waiting) == len(there) and any(_is_in_call(notes[process]) for process in waiting):
-        if (uncalled := _uncalled(notes, there, timeout_s)) is not None:
-            return uncalled
-        # All wait: for one that waits for nothing known, or that has not got as far as the others.
-        unknown = [process for process in there if not notes[process].waits] or there
-        first = min(unknown, key=lambda process: notes[process].order)
-        others = _listed(notes, [number for number in range(len(notes)) if number != first])
-        more = f". All processes wait, for one another or a device: {others}" if others else ""
-        differ = len({notes[process].calls for process in there}) > 1
-        return _stuck(first, notes, timeout_s, more, SAME_CALLS if differ else ADVICE)
-    return None
+        return _stuck(min(busy, key=lambda x: notes[x].order), notes, timeout_s)
+    if waiting != there or not any(_is_in_call(notes[process]) for process in waiting):
+        return None
+    if (uncalled := _uncalled(notes, there, timeout_s)) is not None:
+        return uncalled
+    # All wait: for one that waits for nothing known, or that has not got as far as the others.
+    unknown = [process for process in there if not notes[process].waits] or there
+    first = min(unknown, key=lambda process: notes[process].order)
+    others = _listed(notes, [number for number in range(len(notes)) if number != first])
+    more = f". All processes wait, for one another or a device: {others}" if others else ""
+    differ = len({notes[process].calls for process in there}) > 1
+    return _stuck(first, notes, timeout_s, more, SAME_CALLS if differ else ADVICE)
 
 
 def _is_awaited(notes: Sequence[Note], process: int, timeout_s: float) -> bool:
@@ -226,19 +220,14 @@ def describe_stall(notes: Sequence[Note], process: int) -> str | None:
     own = notes[process]
     members = own.members or range(len(notes))
     others = [number for number in members if number != process]
-    behind = [
-        number for number in others if notes[number].has_left or notes[number].order < own.order
-    ]
+    behind = [x for x in others if notes[x].has_left or notes[x].order < own.order]
     if not behind and own.may_wait:
         # All have got equally far: those that do not wait are busy elsewhere.
         behind = [number for number in others if not notes[number].may_wait]
     if not behind and own.waits:
         # All wait, in different calls or for a lost message.
-        behind = [
-            number
-            for number in others
-            if notes[number].order != own.order or notes[number].calls != own.calls
-        ] or others
+        place = own.order, own.calls
+        behind = [x for x in others if (notes[x].order, notes[x].calls) != place] or others
     if not behind or own.has_left:
         return None
     what = f" ({own.waits})" if own.waits and own.calls and own.waits != own.calls[-1] else ""
@@ -338,7 +327,7 @@ class SlowRanks:
         if before is None or not all(before):
             return None
         spent = [
-            {phase: own.get(phase, 0.0) - old.get(phase, 0.0) for phase in (*_OF_HOST, *_OF_DEVICE)}
+            {phase: seconds - old.get(phase, 0.0) for phase, seconds in own.items()}
             for own, old in zip(times, before, strict=True)
         ]
         found = find_slow(spent, passed_s)
@@ -435,6 +424,7 @@ class _Watch:
         self._pid = os.getpid()
         self._here = here()
         self._patience, self._end_job = patience, end_job
+        self._early_s = min(_LEFT_S, patience.warning_s)
         self._clock = _Clock(patience.tick_s)
         self._client, self._process = _jax.coordination_client(), jax.process_index()
         self._changed_s, self._last = 0.0, Note()
@@ -449,12 +439,12 @@ class _Watch:
         self._own_times = OwnTimes(self._here, patience.warning_s, is_waiting)
         self._stopped = threading.Event()
         self._has_failed = False
-        process = self._process
-        self._threads = [start_thread(self._run, name="stall", lost=_NO_POSTS.format(process))]
-        # This one asks the service nothing, and so sees that it does not answer.
+        # The second asks the service nothing, and so sees that it does not answer.
         sample = self._own_times.run, self._stopped, self._count_silence
-        lost = _NO_SAMPLES.format(process)
-        self._threads.append(start_thread(*sample, name="samples", lost=lost))
+        self._threads = [
+            start_thread(self._run, name="stall", lost=_NO_POSTS.format(self._process)),
+            start_thread(*sample, name="samples", lost=_NO_SAMPLES.format(self._process)),
+        ]
 
     def stop(self) -> None:
         """Ends the threads: none must be in a call to the service at the interpreter's exit."""
@@ -519,10 +509,6 @@ class _Watch:
         if is_stuck or self._process == 0:
             self._judge(self._read(), stuck_s)
 
-    @property
-    def _early_s(self) -> float:
-        return min(_LEFT_S, self._patience.warning_s)
-
     def _post(self, note: Note) -> None:
         self._num_posts += 1
         own_s = {phase: round(seconds, 2) for phase, seconds in self._own_times.seconds.items()}
@@ -539,27 +525,24 @@ class _Watch:
         for process, text in texts.items():
             if self._seen.get(process, ("", 0.0))[0] != text:
                 self._seen[process] = text, now_s
-        found = []
-        for process in range(jax.process_count()):
-            text, since_s = self._seen.get(process, ("", now_s))
-            found.append(_seen(text, 0.0 if process == self._process else now_s - since_s))
-        return found
+        found = [self._seen.get(process, ("", now_s)) for process in range(jax.process_count())]
+        return [
+            _seen(text, 0.0 if process == self._process else now_s - since_s)
+            for process, (text, since_s) in enumerate(found)
+        ]
 
     def _judge(self, seen: list[Seen], stuck_s: float) -> None:
         timeout_s = self._patience.timeout_s
         own_turn_s = timeout_s + _TURN_TICKS * self._patience.tick_s
-        if timeout_s and (self._process == 0 or stuck_s >= own_turn_s):
-            cause = find_cause(seen, timeout_s)
-            if cause is not None:
-                # With the stack of its process, if that runs.
-                stack = "" if cause.is_lost else seen[cause.process].stack
-                how = "\n".join(filter(None, [cause.how, stack]))
-                self._end_job(replace(cause, how=how), True)
+        is_own_turn = timeout_s and (self._process == 0 or stuck_s >= own_turn_s)
+        if is_own_turn and (cause := find_cause(seen, timeout_s)) is not None:
+            # With the stack of its process, if that runs.
+            stack = "" if cause.is_lost else seen[cause.process].stack
+            how = "\n".join(filter(None, [cause.how, stack]))
+            self._end_job(replace(cause, how=how), True)
         self._warn([each.note for each in seen])
-        if self._process == 0:
-            self._name_slow(seen)
-
-    def _name_slow(self, seen: list[Seen]) -> None:
+        if self._process != 0:
+            return
         slow = self._slow_ranks.look(
             self._clock.now_s(),
             [each.own_s for each in seen],
