@@ -228,6 +228,10 @@ class Gathered(NamedTuple):
             for shape, leaf in zip(self.shapes[position], self.leaves, strict=True)
         ]
 
+    def starts(self, position: int) -> list[int]:
+        """Returns where each array of a process begins among its bytes."""
+        return starts(self.nbytes(position), 1 if self.small is not None else ALIGNMENT)
+
 
 def gather(
     call: str,
@@ -356,20 +360,22 @@ def collected(
     `part` maps the position of a process and the index of an array to the first byte that this
     process needs, and the end; all by default.
     """
-    alignment = 1 if gathered.small is not None else ALIGNMENT
-    layouts = [gathered.nbytes(position) for position in range(len(gathered.present))]
+    num_present = len(gathered.present)
+    positions = [gathered.starts(position) for position in range(num_present)]
     wanted = [
-        [(0, size) if part is None else part(position, index) for index, size in enumerate(sizes)]
-        for position, sizes in enumerate(layouts)
+        [
+            (0, size) if part is None else part(position, index)
+            for index, size in enumerate(gathered.nbytes(position))
+        ]
+        for position in range(num_present)
     ]
     lengths = [[end - begin for begin, end in ranges] for ranges in wanted]
     ends = np.cumsum(lengths, axis=0, dtype=np.int64)
     results = [np.empty(total, np.uint8) for total in (ends[-1] if len(ends) else [])]
     for first, rows in _all_rows(gathered):
         for position, row in enumerate(rows):
-            positions = starts(layouts[position], alignment)
             for index, (begin, end) in enumerate(wanted[position]):
-                begin, end = positions[index] + begin, positions[index] + end
+                begin, end = positions[position][index] + begin, positions[position][index] + end
                 low, high = max(begin, first), min(end, first + len(row))
                 if low < high:
                     place = ends[position][index] - lengths[position][index] + low - begin
@@ -388,7 +394,7 @@ def reduced(gathered: Gathered, reduce: Callable[[np.ndarray], np.ndarray]) -> l
     parts = [
         [reduce(np.empty((num_present, 0), leaf.dtype))] for leaf in gathered.leaves
     ]  # Gives arrays without elements their dtype.
-    begins = starts(gathered.nbytes(0), 1 if gathered.small is not None else ALIGNMENT)
+    begins = gathered.starts(0)
     for first, rows in _all_rows(gathered):
         stacked = np.stack(rows)
         for index, leaf in enumerate(gathered.leaves):
@@ -407,20 +413,19 @@ def sent_from(gathered: Gathered, root: int) -> list[np.ndarray]:
     """Returns the arrays of process `root`."""
     members = gathered.members
     if gathered.small is not None:
-        data, alignment = gathered.small[members.index(root)], 1
+        data = gathered.small[members.index(root)]
     else:
         received = []
         for _, chunk in _chunks(gathered.leaves, len(members), gathered.total):
             if jax.process_index() != root:
                 chunk[:] = 0
             received.append(chunk if len(members) == 1 else _exchanged(chunk, members, _sum))
-        data, alignment = np.concatenate(received), ALIGNMENT
-    positions = starts(gathered.nbytes(0), alignment)
+        data = np.concatenate(received)
     return [
         np.frombuffer(data, leaf.dtype, leaf.size, start).reshape(leaf.shape).copy()
         if leaf.nbytes
         else leaf.copy()
-        for leaf, start in zip(gathered.leaves, positions, strict=False)
+        for leaf, start in zip(gathered.leaves, gathered.starts(0), strict=False)
     ]
 
 
