@@ -25,16 +25,16 @@ Begin = Callable[[GlobalBatch], None]
 End = Callable[[GlobalBatch, list[Report]], bool]
 
 
+@dataclass(eq=False)
 class Asynchronous:
     """Applies gradients as they come, within a bound of staleness."""
 
-    def __init__(self, coordinator: Coordinator, bound: StalenessBound) -> None:
-        self._coordinator = coordinator
-        self._bound = bound
-        self._redo: deque[Work] = deque()
-        # Gradients that have come and wait for staler ones.
-        self._ready: list[Flight] = []
-        self._mine: set[Work] = set()
+    coordinator: Coordinator
+    bound: StalenessBound
+    _redo: deque[Work] = field(default_factory=deque, init=False)
+    # Gradients that have come and wait for staler ones.
+    _ready: list[Flight] = field(default_factory=list, init=False)
+    _mine: set[Work] = field(default_factory=set, init=False)
 
     def train(self, batches: Iterator[GlobalBatch], begin: Begin, end: End) -> None:
         """Trains on all batches; `begin` comes before each, and `end` says if no other is begun."""
@@ -71,17 +71,17 @@ class Asynchronous:
                 self.start(work)
             while waiting and waiting[0] in done:
                 yield done.pop(waiting.popleft())
-            if waiting or not self._coordinator.free:
+            if waiting or not self.coordinator.free:
                 done.update(self.advance())
 
     def settle(self) -> None:
         """Waits until the servers have made all updates."""
-        servers = self._coordinator.servers
+        servers = self.coordinator.servers
         despite_failures(servers.keep_snapshot, servers.go_on)
 
     def under_way(self) -> list[Flight]:
         """Returns the work that was begun and has not ended."""
-        return [f for f in self._coordinator.flights if f.work in self._mine] + self._ready
+        return [f for f in self.coordinator.flights if f.work in self._mine] + self._ready
 
     def may_start(self) -> bool:
         """Returns whether a worker is free and a gradient may begin."""
@@ -90,17 +90,17 @@ class Asynchronous:
     def start(self, work: Work) -> None:
         """Gives work to the free worker that was fastest last."""
         self._mine.add(work)
-        self._coordinator.dispatch(work, self._coordinator.by_speed()[0])
+        self.coordinator.dispatch(work, self.coordinator.by_speed()[0])
 
     def advance(self) -> list[tuple[Work, Any]]:
         """Waits until something happens; returns work whose updates were ordered, with results."""
         for flight, succeeded in despite_failures(
-            self._coordinator.wait, self._coordinator.servers.go_on
+            self.coordinator.wait, self.coordinator.servers.go_on
         ):
             if flight.work not in self._mine:
                 continue
             if succeeded:
-                self._coordinator.will_apply(flight)
+                self.coordinator.will_apply(flight)
                 self._ready.append(flight)
             else:
                 self._redo.append(flight.work)
@@ -110,8 +110,8 @@ class Asynchronous:
         # The oldest first, which is always allowed.
         for flight in sorted(self._ready, key=lambda flight: flight.version):
             others = [other.version for other in self.under_way() if other is not flight]
-            version = self._coordinator.servers.version
-            if flight.pushes and not self._bound.may_apply(version, others):
+            version = self.coordinator.servers.version
+            if flight.pushes and not self.bound.may_apply(version, others):
                 break
             self._ready.remove(flight)
             self._mine.remove(flight.work)
@@ -121,19 +121,19 @@ class Asynchronous:
 
     def _may_dispatch(self) -> bool:
         versions = [flight.version for flight in self.under_way()]
-        may_start = self._bound.may_start(self._coordinator.servers.version, versions)
-        return bool(self._coordinator.free) and may_start
+        may_start = self.bound.may_start(self.coordinator.servers.version, versions)
+        return bool(self.coordinator.free) and may_start
 
     def _apply(self, flight: Flight) -> None:
         if not flight.pushes:
             return
-        before = self._coordinator.servers.version
+        before = self.coordinator.servers.version
         # An update that was ordered is not ordered again: what a lost server misses is lost.
-        while self._coordinator.servers.version == before:
+        while self.coordinator.servers.version == before:
             try:
-                self._coordinator.apply([flight], num_rows=flight.work.num_rows)
+                self.coordinator.apply([flight], num_rows=flight.work.num_rows)
             except ServerFailure:
-                self._coordinator.servers.go_on()
+                self.coordinator.servers.go_on()
 
     def forget(self) -> None:
         """Forgets work that was begun, such as that of a call that was interrupted."""
@@ -245,18 +245,16 @@ class RemoteValue:
         return self.future.result()
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Gives steps of the user's, `put` where workers read them, to the next worker that is free."""
 
-    def __init__(
-        self, asynchronous: Asynchronous, put: Callable[[Any], Any], note_update: Callable[[], None]
-    ) -> None:
-        self._asynchronous = asynchronous
-        self._put = put
-        self._note_update = note_update
-        self._steps: dict[Callable, tuple[int, Any]] = {}
-        self._queue: deque[Work] = deque()
-        self._values: dict[Work, RemoteValue] = {}
+    asynchronous: Asynchronous
+    put: Callable[[Any], Any]
+    note_update: Callable[[], None]
+    _steps: dict[Callable, tuple[int, Any]] = field(default_factory=dict, init=False)
+    _queue: deque[Work] = field(default_factory=deque, init=False)
+    _values: dict[Work, RemoteValue] = field(default_factory=dict, init=False)
 
     @property
     def is_busy(self) -> bool:
@@ -266,7 +264,7 @@ class Scheduler:
     def schedule(self, step: Callable, arguments: tuple[Any, ...]) -> RemoteValue:
         """Schedules a step; it starts at a call of the scheduler when a worker is free."""
         if step not in self._steps:
-            self._steps[step] = (len(self._steps), self._put(step))
+            self._steps[step] = (len(self._steps), self.put(step))
         name = getattr(step, "__name__", "step")
         work = Work("run", (*self._steps[step], arguments), f"the scheduled {name}")
         value = self._values[work] = RemoteValue(self)
@@ -278,25 +276,25 @@ class Scheduler:
         """Waits for all scheduled steps, and for the updates that they make."""
         while self._values:
             self.advance()
-        self._asynchronous.settle()
+        self.asynchronous.settle()
 
     def advance(self) -> None:
         """Starts what can be started, and waits; an error of one step ends all."""
         self._start()
         try:
-            ended = self._asynchronous.advance()
+            ended = self.asynchronous.advance()
         except BaseException as error:
             for value in self._values.values():
                 value.future.set_exception(error)
             self._values.clear()
             self._queue.clear()
-            self._asynchronous.forget()
+            self.asynchronous.forget()
             raise
         for work, value in ended:
             self._values.pop(work).future.set_result(value)
-            self._note_update()
+            self.note_update()
         self._start()
 
     def _start(self) -> None:
-        while self._queue and self._asynchronous.may_start():
-            self._asynchronous.start(self._queue.popleft())
+        while self._queue and self.asynchronous.may_start():
+            self.asynchronous.start(self._queue.popleft())

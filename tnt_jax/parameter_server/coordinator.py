@@ -91,30 +91,25 @@ class Flight:
     result: Any = None
 
 
+@dataclass(eq=False)
 class Coordinator:
     """Gives work to workers that are `free`, and the gradients of `flights` to the servers."""
 
-    def __init__(
-        self,
-        actors: Actors,
-        servers: ServerGroup,
-        statistics: Statistics,
-        *,
-        worker_timeout_s: float | None,
-    ) -> None:
-        self.actors = actors
-        self.servers = servers
-        self.statistics = statistics
-        self.free: set[int] = set()
-        self.flights: list[Flight] = []
-        self.model: Any = None
-        self._ray = actors.ray
-        self._worker_timeout_s = worker_timeout_s
-        # Workers that start in the place of lost ones.
-        self._starting: dict[Any, tuple[int, float]] = {}
-        # What became of the last gradients of each worker, and how long it took last.
-        self._was_applied: dict[int, bool] = {}
-        self._seconds: dict[int, float] = {}
+    actors: Actors
+    servers: ServerGroup
+    statistics: Statistics
+    worker_timeout_s: float | None
+    free: set[int] = field(default_factory=set, init=False)
+    flights: list[Flight] = field(default_factory=list, init=False)
+    model: Any = field(default=None, init=False)
+    # Workers that start in the place of lost ones.
+    _starting: dict[Any, tuple[int, float]] = field(default_factory=dict, init=False)
+    # What became of the last gradients of each worker, and how long it took last.
+    _was_applied: dict[int, bool] = field(default_factory=dict, init=False)
+    _seconds: dict[int, float] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._ray = self.actors.ray
 
     def load(self, model: WorkerModel, snapshots: Sequence[Snapshot]) -> None:
         """Gives a model to the workers, and variables to the servers."""
@@ -271,7 +266,7 @@ class Coordinator:
         """Names workers that do not answer, and replaces them after the user's timeout."""
         for flight in list(self.flights):
             waited_s = time.perf_counter() - flight.started
-            if self._worker_timeout_s is not None and waited_s > self._worker_timeout_s:
+            if self.worker_timeout_s is not None and waited_s > self.worker_timeout_s:
                 self.actors.kill(self.actors.workers[flight.worker])
             elif waited_s > _PATIENCE_S and not flight.is_named:
                 flight.is_named = True

@@ -163,9 +163,7 @@ class ParameterServer:
             start_timeout_s=start_timeout_s,
         )
         servers = ServerGroup(self._actors, self.statistics, checkpoint_every=checkpoint_every)
-        self._coordinator = Coordinator(
-            self._actors, servers, self.statistics, worker_timeout_s=worker_timeout_s
-        )
+        self._coordinator = Coordinator(self._actors, servers, self.statistics, worker_timeout_s)
         is_synchronous = max_staleness == 0
         self._num_shares = num_workers - backup_workers if is_synchronous else 1
         self._trainer = self._make_trainer(partitioner, compression == "bfloat16")
