@@ -346,10 +346,11 @@ class Server:
             self._params, self._opt_state = self._update(*arguments)
         else:
             self._params, self._opt_state, _ = self._exchanging(*arguments, list(totals))
-        for index in range(len(self._model_state)):
+        for index, current in enumerate(self._model_state):
             after = _combined(index, pushes)
-            if not is_latest:
-                after = _added(self._model_state[index], pushes[0].pulled_state[index], after)
+            if not is_latest and np.issubdtype(current.dtype, np.number):
+                # The change that a pass on older model state made.
+                after = current + (after - pushes[0].pulled_state[index])
             self._model_state[index] = after
         self._version += 1
         return self._version
@@ -367,13 +368,13 @@ class Server:
     def _tree(self, held: Sequence[np.ndarray]) -> Any:
         """Returns the whole tree of parameters, where those that are not held have no rows."""
         plan = self._layout.optimizer.plan
-        leaves: list[Any] = [
-            jnp.zeros(plan.shape_on(self._number, index), self._layout.dtypes[index])
+        given = dict(zip(self._held_params, held, strict=True))
+        return self._layout.params.unflatten(
+            jnp.asarray(given[index])
+            if index in given
+            else jnp.zeros(plan.shape_on(self._number, index), self._layout.dtypes[index])
             for index in range(self._layout.num_params)
-        ]
-        for index, array in zip(self._held_params, held, strict=True):
-            leaves[index] = jnp.asarray(array)
-        return self._layout.params.unflatten(leaves)
+        )
 
 
 def _combined(index: int, pushes: Sequence[Push]) -> np.ndarray:
@@ -390,13 +391,6 @@ def _combined(index: int, pushes: Sequence[Push]) -> np.ndarray:
     return sum(weighted[1:], start=weighted[0]).astype(arrays[0].dtype)
 
 
-def _added(current: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Returns model state with the change that a pass on older model state made."""
-    if not np.issubdtype(current.dtype, np.number):
-        return after
-    return current + (after - before)
-
-
 def make_totals(
     optimizer: ServedOptimizer, ask: Callable[[list[Any]], list[list[np.ndarray]]]
 ) -> list[Any] | None:
@@ -406,9 +400,8 @@ def make_totals(
     combine = {"sum": np.sum, "max": np.max, "min": np.min}
     totals: list[Any] = [None] * len(optimizer.points)
     for depth in range(1, optimizer.num_rounds + 1):
-        answers = ask(totals)
-        for index, point in enumerate(optimizer.points):
+        answers = zip(*ask(totals), strict=True)
+        for index, (point, values) in enumerate(zip(optimizer.points, answers, strict=True)):
             if point.depth == depth:
-                values = [answer[index] for answer in answers]
                 totals[index] = combine[point.operation](values, axis=0)
     return totals
