@@ -130,19 +130,18 @@ def _scalar_reduction(equation: Any, kinds: list[Kind]) -> str | None:
 
 def _kind_of(equation: Any, out: Any, kinds: list[Kind]) -> Kind:
     """Returns the kind of a result of an equation that is no point of exchange."""
-    name = equation.primitive.name
+    name, shape = equation.primitive.name, out.aval.shape
     depth = max((kind.depth for kind in kinds), default=0)
     variables = frozenset().union(*(kind.variables for kind in kinds))
     whole = next((kind for kind in kinds if kind.name == "whole"), None)
-    if whole is None and name in ELEMENTWISE and len(variables) <= 1:
-        return Kind("rows" if variables else "same", variables, depth)
-    if name in _RESHAPING and whole is None:
-        if not variables:
-            return Kind("same", depth=depth)
-        if equation.invars[0].aval.shape == out.aval.shape:
+    if whole is None and variables:
+        keeps_shape = name in _RESHAPING and equation.invars[0].aval.shape == shape
+        if keeps_shape or (name in ELEMENTWISE and len(variables) == 1):
             return Kind("rows", variables, depth)
-    if not variables and whole is None and out.aval.shape == () and name not in _REDUCTIONS:
-        return Kind("same", depth=depth)
+    elif whole is None:
+        is_scalar = shape == () and name not in _REDUCTIONS
+        if is_scalar or name in _RESHAPING or name in ELEMENTWISE:
+            return Kind("same", depth=depth)
     # The sum of no elements is the same everywhere.
     has_elements = any(variable.aval.size for variable in equation.invars)
     if not variables and has_elements and (name in _REDUCTIONS or name in _ORDERED):
