@@ -3,6 +3,7 @@
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -21,8 +22,6 @@ _TITLE = "// Program: "
 _KERNELS = (
     "fusion custom-call dot convolution reduce copy sort scatter concatenate while call".split()
 )
-# Operations that run other computations of the program.
-_RUNS = ("while", "conditional", "call")
 # The call that stands for an all-reduce in programs of CPU processes; see `_jax.replace_sums`.
 _SHARED_SUM = re.compile(r'custom_call_target="tnt_jax_sum"')
 
@@ -156,9 +155,9 @@ def count_runs(text: str) -> dict[str, int]:
 
     The name of the program itself is ''. Loops whose length the compiler does not know count once.
     """
-    runs: dict[str, int] = {}
+    runs: Counter[str] = Counter()
     for name, times in _runs(_split_computations(text)):
-        runs[name] = runs.get(name, 0) + times
+        runs[name] += times
     return runs
 
 
@@ -167,30 +166,34 @@ def _runs(
 ) -> Iterator[tuple[str, int]]:
     yield name, times
     for _, _, operation, rest in _instructions(computations[name]):
-        if operation in _RUNS:
-            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', rest)
-            for called in _called(operation, rest):
-                yield from _runs(computations, called, times * (int(trips[1]) if trips else 1))
+        trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', rest)
+        for called in _called(operation, rest):
+            yield from _runs(computations, called, times * (int(trips[1]) if trips else 1))
 
 
 def _called(operation: str, rest: str) -> list[str]:
-    """Returns the computations that a loop, a branch or a call runs."""
+    """Returns the computations that a loop, a branch or a call runs; none for other operations."""
     if operation == "conditional":
         branches = re.search(r"branch_computations=\{(.*?)\}", rest)
         if branches is None:
             return re.findall(r"(?:true|false)_computation=%([\w.\-]+)", rest)
         return re.findall(r"%([\w.\-]+)", branches[1])
+    if operation not in ("while", "call"):
+        return []
     return re.findall(r"(?:body|to_apply)=%([\w.\-]+)", rest)
 
 
 def _num_tensor_bytes(shapes: str) -> int:
     """Returns the bytes of shapes such as `tensor<3x4xf32>, tensor<i32>`."""
-    total = 0
-    for dims, dtype in re.findall(r"tensor<((?:\d+x)*)(\w+)>", shapes):
-        # `ui8` and `i8` of StableHLO are `u8` and `s8` of HLO.
-        name = re.sub("^i", "s", re.sub("^ui", "u", dtype))
-        total += _NUM_BYTES.get(name, 4) * math.prod(int(x) for x in dims.split("x") if x)
-    return total
+    # `ui8` and `i8` of StableHLO are `u8` and `s8` of HLO.
+    return sum(
+        _num_array_bytes(re.sub("^i", "s", re.sub("^ui", "u", dtype)), dims)
+        for dims, dtype in re.findall(r"tensor<((?:\d+x)*)(\w+)>", shapes)
+    )
+
+
+def _num_array_bytes(dtype: str, dims: str) -> int:
+    return _NUM_BYTES.get(dtype, 4) * math.prod(map(int, re.findall(r"\d+", dims)))
 
 
 def _split_computations(text: str) -> dict[str, list[str]]:
@@ -253,11 +256,7 @@ def _num_bytes(kind: str, operation: str, shape: str, groups: str) -> int:
 
 def _num_shape_bytes(shape: str) -> int:
     """Returns the bytes of a shape such as `(f32[8]{0}, bf16[8,4]{1,0})`."""
-    arrays = re.findall(r"(\w+)\[([\d,]*)\]", shape)
-    return sum(
-        _NUM_BYTES.get(dtype, 4) * math.prod(int(x) for x in dims.split(",") if x)
-        for dtype, dims in arrays
-    )
+    return sum(_num_array_bytes(*array) for array in re.findall(r"(\w+)\[([\d,]*)\]", shape))
 
 
 def _elements(shape: str) -> list[str]:
@@ -352,8 +351,7 @@ def _most_held(
             inside = reversed(computations.get(fused[1], ())) if fused else ()
             alive[own] = lines.array(shape, "\n".join([rest, *inside]))
             now += alive[own].nbytes
-        called = _called(operation, rest) if operation in _RUNS else []
-        inner = (_most_held(lines, computations, x) for x in called)
+        inner = (_most_held(lines, computations, x) for x in _called(operation, rest))
         nbytes, arrays = max(inner, key=lambda x: x[0], default=(0, []))
         if now + nbytes > most:
             most, best = now + nbytes, [*alive.values(), *arrays]
