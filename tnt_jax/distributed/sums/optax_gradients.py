@@ -6,6 +6,7 @@ optimizer = tnt.distributed_gradients(optax.sgd(0.1))
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -99,12 +100,11 @@ def distributed_gradients(
         return state if options.passes == 1 else _started(state, params, options)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        grads = updates
         is_global = not _is_bound(axis_name)
         if is_global:
-            _check_global(grads, options)
+            _check_global(updates, options)
         else:
-            _check_local(grads, options)
+            _check_local(updates, options)
             if options.passes > 1:
                 _check_own(state, axis_name)
 
@@ -112,12 +112,9 @@ def distributed_gradients(
             return grads if is_global else _reduced(grads, options)
 
         if options.passes == 1:
-            return inner.update(reduce(grads), state, params, **extra)
-
-        def step(grads: Any, state: Any) -> tuple[Any, Any]:
-            return inner.update(grads, state, params, **extra)
-
-        return _accumulated(grads, state, step, reduce, options)
+            return inner.update(reduce(updates), state, params, **extra)
+        step = partial(inner.update, params=params, **extra)
+        return _accumulated(updates, state, step, reduce, options)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -218,7 +215,7 @@ def _check_local(grads: Any, options: _Options) -> None:
         return
     tracks = _jax.tracks_varying(axis_name)
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        is_same = not _jax.is_varying(leaf, axis_name) if tracks else False
+        is_same = tracks and not _jax.is_varying(leaf, axis_name)
         if is_same or _jax.was_summed(leaf, axis_name):
             raise ValueError(
                 f"The gradient {jax.tree_util.keystr(path)} was reduced over the axis "
@@ -250,14 +247,12 @@ def _reduced(grads: Any, options: _Options) -> Any:
             return split_like(psum(flatten(arrays), axis_name=axis_name), arrays)
         return psum(arrays, axis_name=axis_name)
 
-    if options.op == "sum":
-        before, after = 1.0, 1.0
-    else:
-        before, after = 1 / options.predivide, options.predivide / num_ranks
-    grads = _scaled(grads, before)
+    # A sum is not divided; its `predivide` is 1.
+    grads = _scaled(grads, 1 / options.predivide)
     # Backpropagation usually finishes the last layers first.
     order = list(range(len(leaves)))[::-1]
-    return _scaled(in_buckets(total_of_bucket, grads, reduction, order=order), after)
+    total = in_buckets(total_of_bucket, grads, reduction, order=order)
+    return total if options.op == "sum" else _scaled(total, options.predivide / num_ranks)
 
 
 def _scaled(tree: Any, factor: float) -> Any:
