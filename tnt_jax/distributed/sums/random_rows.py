@@ -28,7 +28,6 @@ Shape = tuple[int, ...]
 Drawn = tuple[str, Shape]
 # Words of a key: two of threefry, and the rank's first row in the global batch.
 _KEY_WORDS = 3
-_UINT = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint64}
 
 
 class DrawError(ValueError):
@@ -119,10 +118,8 @@ def draws_of(function: Callable[[jax.Array, Any], Any], key: jax.Array, rows: An
 def _compared(here: list[Drawn], other: list[Drawn], num_rows: int, other_rows: int) -> Draws:
     """Returns the draws of a function that draws these arrays for two numbers of rows."""
     if len(here) != len(other):
-        return Draws(
-            unknown=f"it draws {len(here)} arrays for {num_rows} row(s), but {len(other)} for "
-            f"{other_rows}"
-        )
+        numbers = f"{len(here)} arrays for {num_rows} row(s), but {len(other)} for {other_rows}"
+        return Draws(unknown=f"it draws {numbers}")
     found = set()
     for (name, shape), (_, changed) in zip(here, other, strict=True):
         rows = _row_dim(shape, changed, num_rows, other_rows)
@@ -198,12 +195,11 @@ def batch_key(
     included, and `first_rank` the ranks of other meshes that compute earlier rows, or `rows_before`
     the rows themselves.
     """
-    axes = _jax.rank_axes()
-    is_whole = isinstance(first_rank, int) and first_rank == 0 and jax.lax.axis_size(axes) == 1
+    axes, first_row = _jax.rank_axes(), 0
     if rows_before is not None:
-        own = jax.lax.axis_index(axes).astype(jnp.uint32) * num_rows
-        return row_key(step_key(words, step), rows_before + own)
-    first_row = 0 if is_whole else (first_rank + jax.lax.axis_index(axes)) * num_rows
+        first_row = rows_before + jax.lax.axis_index(axes).astype(jnp.uint32) * num_rows
+    elif not (isinstance(first_rank, int) and first_rank == 0 and jax.lax.axis_size(axes) == 1):
+        first_row = (first_rank + jax.lax.axis_index(axes)) * num_rows
     return row_key(step_key(words, step), first_row)
 
 
@@ -251,8 +247,8 @@ def keys_of_parts(key: jax.Array, num_parts: int, part_rows: int) -> jax.Array:
     """
     words = jax.random.key_data(key)
     first = words[2] + jnp.arange(num_parts, dtype=jnp.uint32) * part_rows
-    columns = [words[0], words[1], first]
-    return jnp.stack(_alike(*(jnp.broadcast_to(x, num_parts) for x in columns)), axis=-1)
+    columns = (jnp.broadcast_to(x, num_parts) for x in (words[0], words[1], first))
+    return jnp.stack(_alike(*columns), axis=-1)
 
 
 def key_of_part(words: jax.Array) -> jax.Array:
@@ -336,7 +332,7 @@ def _random_bits(row_dims: Any, key: jax.Array, bit_width: int, shape: Shape) ->
     if bit_width == 64:
         bits = (high.astype(jnp.uint64) << jnp.uint64(32)) | low.astype(jnp.uint64)
     else:
-        bits = (high ^ low).astype(_UINT[bit_width])
+        bits = (high ^ low).astype(f"uint{bit_width}")
     return bits.reshape(shape)
 
 
