@@ -19,22 +19,15 @@ from tnt_jax import _jax
 from tnt_jax.distributed.sums.fused_psum import flatten, psum, split_like
 from tnt_jax.settings import Settings
 
+# Up to this many ranks, sums are taken to stay within a host.
 RANKS_OF_A_HOST = 8
-"""Up to this many ranks, sums are taken to stay within a host."""
-
-HOST_BUCKET_BYTES = 8 * 2**20
-"""Size of a bucket of gradients within a host."""
-
-CLUSTER_BUCKET_BYTES = 100 * 2**20
-"""The same between hosts, where a sum takes long whatever its size."""
-
+# Size of a bucket of gradients within a host, and between hosts, where any sum takes long.
+HOST_BUCKET_BYTES, CLUSTER_BUCKET_BYTES = 8 * 2**20, 100 * 2**20
+# Whether a bucket is one array that waits for the bucket before.
 IS_CHAINED = True
-"""Whether a bucket is one array that waits for the bucket before."""
-
+# Between hosts, up to this many ranks and from this many bytes of gradients on, the compiler's own
+# grouping was modelled as faster: Transformer-big and -base, but not ResNet-50 with its 98 MiB.
 MOST_RANKS_FOR_XLA, XLA_BYTES = 64, 200 * 2**20
-"""Between hosts, up to this many ranks and from this many bytes of gradients on, the compiler's own
-grouping was modelled as faster: Transformer-big and -base, but not ResNet-50 with its 98 MiB.
-"""
 
 _TRIED_KB = (1024, 4096, 8192, 25600, 102400)
 
@@ -241,21 +234,17 @@ def plan(leaves: Sequence[Any], threshold: Threshold) -> list[list[int]]:
 
 
 def sum_over_ranks(tree: Any, reduction: Reduction, *, order: Sequence[int] | None = None) -> Any:
-    """Returns the sum of `tree` over the ranks, with 32-bit additions in the collective's order.
+    """Returns the sum of `tree` over the ranks, with 32-bit additions and without compression.
 
-    The compression of `reduction` is ignored. `order` has the indices of the leaves in order of
-    availability, earliest first; by default, that of the tree.
+    `order` has the indices of the leaves in order of availability; by default, that of the tree.
     """
     reduction = reduction.resolve(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)))
 
-    def total(flat: jax.Array) -> jax.Array:
-        if reduction.ranks_per_host > 1:
-            return sum_by_hosts(flat, reduction.ranks_per_host)
-        return psum(flat)
-
     def total_of_bucket(arrays: list[jax.Array]) -> list[jax.Array]:
-        if reduction.chained or reduction.ranks_per_host > 1:
-            return split_like(total(flatten(arrays)), arrays)
+        if reduction.ranks_per_host > 1:
+            return split_like(sum_by_hosts(flatten(arrays), reduction.ranks_per_host), arrays)
+        if reduction.chained:
+            return split_like(psum(flatten(arrays)), arrays)
         return psum(arrays, join_small=False if reduction.threshold == "xla" else None)
 
     return in_buckets(total_of_bucket, tree, reduction, order=order)
@@ -266,11 +255,10 @@ def sum_compressed(
 ) -> tuple[Any, Any]:
     """Returns the sum of `tree` over the ranks, sent in bfloat16, and this rank's residual.
 
-    A rank sends its gradients plus its residual, rounded to 8 significant bits. The values are
-    added in float32 and the sum is rounded once more. Both rounding errors go into the residual, so
-    that over many steps the sums add up to those of the true gradients. The error at any time is
-    the sum of the residuals, at most 2**-8 of the values sent in one step (error feedback: Seide et
-    al. 2014, Interspeech; Karimireddy et al. 2019, arXiv:1901.09847). Only float32 is compressed.
+    A rank sends its gradients plus its residual, rounded to 8 significant bits; the sum, made in
+    float32, is rounded once more. Both errors go into the residual, so sums over many steps are off
+    by the residuals alone, at most 2**-8 of the values of one step (error feedback: Seide et al.
+    2014, Interspeech; Karimireddy et al. 2019, arXiv:1901.09847). Only float32 is compressed.
     """
     left: dict[int, jax.Array] = {}
     residuals = jax.tree.leaves(residual)
