@@ -18,13 +18,12 @@ _SMALL_BYTES = 2**20
 def psum(tree: Any, *, join_small: bool | None = None, axis_name: str | None = None) -> Any:
     """Returns the sum over the ranks, or an axis, inside `shard_map`.
 
-    With one rank the result is `tree` itself: XLA's CPU compiler would keep the collective, which
-    copies all gradients. By `join_small`, arrays below 1 MiB with the same dtype are summed as one;
-    that is the default between CPU processes, where each sum waits up to milliseconds for a thread
-    of another process to wake up.
+    By `join_small`, arrays below 1 MiB with the same dtype are summed as one; that is the default
+    between CPU processes, where each sum waits up to milliseconds for another process's thread.
     """
     axes = _jax.rank_axes() if axis_name is None else axis_name
-    # With stages, `shard_map` must see that values are the same on all ranks.
+    # XLA's CPU compiler would keep the collective of one rank, which copies all gradients. With
+    # stages, `shard_map` must see that values are the same on all ranks.
     if jax.lax.axis_size(axes) == 1 and _jax.STAGE_AXIS not in _jax.mapped_axes():
         return tree
     if not (_has_slow_starts() if join_small is None else join_small):

@@ -28,11 +28,10 @@ def trace_grads(
     *,
     rewrite: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, Any, list[int]]:
-    """Returns the result of `function(params)` and the order in which its gradients are finished.
+    """Returns the pair `function(params)`, gradients second, and the order of their leaves.
 
-    The function, such as `jax.value_and_grad(...)`, returns a pair whose second item is the
-    gradients. It is traced once; `rewrite` maps the traced program to the one to run, with the same
-    arguments and results. The order has the indices of the gradients' leaves, earliest first.
+    The order has the indices of the leaves as they are finished, earliest first. The function is
+    traced once; `rewrite` maps that program to the one to run, of the same arguments and results.
     """
     traced, shapes = jax.make_jaxpr(function, return_shape=True)(params)
     if rewrite is not None:
@@ -101,9 +100,8 @@ def sum_gradients(
 ) -> Summed:
     """Returns the sums over the ranks of the values that a step exchanges, inside `shard_map`.
 
-    `order` has the indices of the leaves of `grads`, in order of availability, earliest first;
-    `first` is ready before any gradient, such as the loss; `others` are summed in any bucket;
-    `residual` is that of the step before.
+    `order` is that of `trace_grads`; `first` is ready before any gradient, such as the loss;
+    `others` are summed in any bucket; `residual` is that of the step before.
     """
     if residual is not None:
         own = jax.tree.map(lambda x: x[0], residual)
@@ -161,23 +159,19 @@ def _same_everywhere(tree: Any, axis_name: str) -> Any:
 
 
 class StateAverage:
-    """The average of model state over the ranks, split into the parts before and after the sum.
+    """The average over the ranks of the model state that differs between them, in two parts.
 
-    Leaves that differ between ranks are averaged; leaves that are equal on all ranks are kept.
     `share` is this rank's part of the global batch's real rows; None for equal parts. `summands` is
     what this rank adds to the averages; pass their sums over the ranks to `result`.
     """
 
     def __init__(self, tree: Any, share: jax.Array | None) -> None:
-        paths_and_leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-        varying = [(path, leaf) for path, leaf in paths_and_leaves if _jax.is_varying(leaf)]
-        for path, leaf in varying:
-            check_can_be_averaged(path, leaf)
-        self._tree = tree
-        self._share = share
-        self.summands = [
-            leaf if share is None else leaf * share.astype(leaf.dtype) for _, leaf in varying
-        ]
+        self._tree, self._share = tree, share
+        self.summands = []
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if _jax.is_varying(leaf):
+                check_can_be_averaged(path, leaf)
+                self.summands.append(leaf if share is None else leaf * share.astype(leaf.dtype))
 
     def result(self, totals: list[jax.Array]) -> Any:
         """Returns the model state, averaged from the sums of `summands` over the ranks."""
