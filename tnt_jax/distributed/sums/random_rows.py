@@ -191,9 +191,8 @@ def batch_key(
 ) -> jax.Array:
     """Returns this rank's key for one step, inside `shard_map` over the data axis.
 
-    `words` are those of the run, uint32 `[2]`; `num_rows` counts this rank's rows, padding
-    included, and `first_rank` the ranks of other meshes that compute earlier rows, or `rows_before`
-    the rows themselves.
+    `words` are those of the run, uint32 `[2]`; `num_rows` counts this rank's rows with padding, and
+    `first_rank` the ranks of other meshes that compute earlier rows, or `rows_before` those rows.
     """
     axes, first_row = _jax.rank_axes(), 0
     if rows_before is not None:
@@ -206,8 +205,7 @@ def batch_key(
 def evaluation_key(first_row: jax.Array | int, num_rows: int) -> jax.Array:
     """Returns this rank's key for a batch of evaluation, inside `shard_map` over the data axis.
 
-    The numbers of a row follow from its index in the data alone. `first_row` counts the rows before
-    the batch, `num_rows` those of this rank, padding included.
+    `first_row` counts the rows before the batch, `num_rows` those of this rank with padding.
     """
     own = jax.lax.axis_index(_jax.rank_axes()) * num_rows
     return data_key(jnp.asarray(first_row, jnp.uint32) + own.astype(jnp.uint32))
@@ -297,10 +295,9 @@ def _fold_in(key: jax.Array, data: jax.Array | int) -> jax.Array:
 def _counters(
     key: jax.Array, shape: Shape, rows: RowDim | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, int]:
-    """Returns places of an array's entries: before, along and after the dimension of rows.
+    """Returns uint32 places of entries before, along (in the global batch) and after the rows' dim.
 
-    They are uint32 indices, each of its shape but for joined dimensions; that along is of the row
-    in the global batch. The last is how many places there are after.
+    They have the shape of the array but for joined dimensions. The last is how many are after.
     """
     dim, per_row = rows or (0, 0)
     shape = shape or (1,)
