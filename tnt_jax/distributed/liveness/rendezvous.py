@@ -89,14 +89,13 @@ def await_key(key: str, *, is_over: Callable[[], bool]) -> str | None:
     """Returns the value of a key once it exists, or None once `is_over` is true.
 
     For threads that wait for what need not come: unlike `read_key`, the process does not count as
-    waiting, and asks seldom. If the service does not answer, it asks again: if the service has
-    gone, so has the job.
+    waiting, and asks seldom.
     """
     client = _jax.coordination_client()
     while True:
         try:
             return _ask_until(client, is_over, key, _TICK_S)
-        except jax.errors.JaxRuntimeError:
+        except jax.errors.JaxRuntimeError:  # If the service has gone, so has the job.
             _is_ending.wait(_CHECK_S)
         except Interrupted:
             return None
@@ -107,28 +106,19 @@ def _ask_until(client: Any, is_over: Callable[[], bool], key: str, shortest_s: f
     shortest_s = max(shortest_s, _PER_PROCESS_S * jax.process_count())
     longest_s = max(_TICK_S, jax.process_count() / 200)
     began_at = time.monotonic()
-    with _in_call():
+    if threading.current_thread() is not threading.main_thread():
+        # None may be in the service at the interpreter's exit.
+        _waiting_threads.add(threading.get_ident())
+    try:
         while not (is_over() or _is_ending.is_set()):
             raise_if_ended()
             if (value := _jax.value_of_key(client, key)) is not None:
                 return value
             waited_s = time.monotonic() - began_at
             _is_ending.wait(min(max(shortest_s, _LATER * waited_s), longest_s))
-    return None
-
-
-@contextmanager
-def _in_call() -> Iterator[None]:
-    """Records that a thread waits in the service; none may do so at the interpreter's exit."""
-    if threading.current_thread() is threading.main_thread():
-        yield
-        return
-    thread = threading.get_ident()
-    _waiting_threads.add(thread)
-    try:
-        yield
+        return None
     finally:
-        _waiting_threads.discard(thread)
+        _waiting_threads.discard(threading.get_ident())
 
 
 @atexit.register
@@ -151,13 +141,10 @@ def meet(
 ) -> list[str]:
     """Returns the texts of all processes, by process, once each of them has made the same call.
 
-    All members, by default all processes, must call it equally often, from one thread at a time. By
-    default there is no time limit, because warnings report who waits for whom. A process whose role
-    is `"joins"` follows whatever call the others make, which must be `"joinable"`.
-
-    Raises:
-        RuntimeError: On all processes, if their calls differ; on this process, if not all came in
-            time, or if it is known to act alone. The text names them.
+    All members, by default all processes, must call it equally often, from one thread at a time. A
+    process whose role is `"joins"` follows whatever call the others make, which must be
+    `"joinable"`. A RuntimeError names processes: on all, if their calls differ; on this one, if not
+    all came in time, or if it is known to act alone.
     """
     process = jax.process_index()
     together = tuple(range(jax.process_count()) if members is None else members)
@@ -168,10 +155,9 @@ def meet(
     _numbers.get()[together] += 1
     if len(together) == jax.process_count():
         phases.here().meetings = number + 1
+    own = json.dumps([call, phases.here().calls, text, role])
     with phases.among(() if members is None else together):
-        found = _exchange(
-            together, number, call, json.dumps([call, phases.here().calls, text, role]), timeout_s
-        )
+        found = _exchange(together, number, call, own, timeout_s)
     if not found:
         raise RuntimeError(
             f"Process {process} waited {timeout_s:g} s in {call} for process(es) "
@@ -221,9 +207,7 @@ def _exchange(
     # One process collects for all, so that the messages are as many as the processes, not as
     # their square.
     others = [
-        read_key(f"{folder}/{other}", call, is_over=is_over, check=check)
-        for other in together
-        if other != first
+        read_key(f"{folder}/{other}", call, is_over=is_over, check=check) for other in together[1:]
     ]
     found = None if None in others else json.dumps([own, *others])
     client.key_value_set(f"{folder}/all", found or "")
@@ -239,9 +223,9 @@ def _raise_if_elsewhere(together: tuple[int, ...], number: int, call: str) -> No
     """Raises a RuntimeError, on all concerned, if another process waits for this one elsewhere."""
     # Where process sets differ, two processes can wait for each other in different meetings. The
     # one in the smaller meeting then goes to the other, where calls are compared.
-    process = jax.process_index()
+    process, client = jax.process_index(), _jax.coordination_client()
     everybody = tuple(range(jax.process_count()))
-    for key, _ in _jax.coordination_client().key_value_dir_get(_KEY):
+    for key, _ in client.key_value_dir_get(_KEY):
         name, next_number, other = key.removeprefix(f"{_KEY}/").split("/")
         elsewhere = everybody if name == "all" else tuple(map(int, name.split("-")))
         waits_here = (
@@ -253,7 +237,7 @@ def _raise_if_elsewhere(together: tuple[int, ...], number: int, call: str) -> No
         )
         if waits_here and (len(elsewhere), elsewhere) > (len(together), together):
             # As if it had not come: it may come again.
-            _jax.coordination_client().key_value_delete(f"{_folder(together, number)}/{process}")
+            client.key_value_delete(f"{_folder(together, number)}/{process}")
             _numbers.get()[together] = number
             meet(f"{call} among processes {listed(list(together))}", members=elsewhere)
 
@@ -265,8 +249,7 @@ def _folder(together: tuple[int, ...], number: int) -> str:
 
 def _missing(together: tuple[int, ...], number: int) -> list[int]:
     """Returns who has not come: the first, which leaves no entry, if nobody else is missing."""
-    client = _jax.coordination_client()
-    entries = client.key_value_dir_get(_folder(together, number))
+    entries = _jax.coordination_client().key_value_dir_get(_folder(together, number))
     came = {key.rsplit("/", 1)[1] for key, _ in entries}
     missing = [process for process in together[1:] if str(process) not in came]
     return missing or [together[0]]
@@ -280,11 +263,11 @@ def _in_words(call: str, calls: list[str]) -> str:
 
 def _check_calls(names: Mapping[int, str]) -> None:
     """Raises a RuntimeError unless all processes made the same call, within the same calls."""
-    if len(set(names.values())) <= 1:
-        return
     groups: dict[str, list[int]] = {}
     for process, name in names.items():
         groups.setdefault(name, []).append(process)
+    if len(groups) <= 1:
+        return
     told = "; ".join(
         f"process(es) {listed(processes)}: {name}" for name, processes in groups.items()
     )
