@@ -41,14 +41,9 @@ Message = bytes | bytearray
 
 
 class Links:
-    """The connections of this process to the other members.
+    """The connections of this process to other `members` of the job, which make theirs together.
 
-    Args:
-        members: Processes of the job, this one among them, which make their links together.
-        what: What they exchange, for messages; the same on all members.
-
-    Attributes:
-        sent_bytes: Bytes that were sent to all others together.
+    All say alike, for messages, `what` they exchange; `sent_bytes` counts what was sent to anyone.
     """
 
     def __init__(self, members: Sequence[int], what: str) -> None:
@@ -73,9 +68,8 @@ class Links:
     def take(self) -> list[Message]:
         """Waits for the oldest message of each member, this one included, that was not taken.
 
-        Raises:
-            ConnectionError: If a member cannot send it any more.
-            Interrupted: If the generation of an elastic job ends.
+        Raises a ConnectionError if a member cannot send it any more, and Interrupted if the
+        generation of an elastic job ends.
         """
         return [self._next(member) for member in self._came]
 
@@ -111,8 +105,14 @@ class Links:
         try:
             while (make := self._to_send.get()) is not None:
                 message = make()
-                for member in self._sockets:
-                    self._send_to(member, message)
+                for member, link in self._sockets.items():
+                    try:
+                        link.sendall(_SIZE.pack(len(message)))
+                        link.sendall(message)
+                        self.sent_bytes += _SIZE.size + len(message)
+                    except OSError as error:
+                        # `take` raises it, if anybody waits for that member.
+                        self._came[member].put(error)
                 self._came[self._own].put(message)
         except Exception as error:
             self._came[self._own].put(error)
@@ -120,16 +120,6 @@ class Links:
         for link in self._sockets.values():
             with contextlib.suppress(OSError):  # The other end has gone.
                 link.shutdown(socket.SHUT_WR)
-
-    def _send_to(self, member: int, message: bytes) -> None:
-        link = self._sockets[member]
-        try:
-            link.sendall(_SIZE.pack(len(message)))
-            link.sendall(message)
-            self.sent_bytes += _SIZE.size + len(message)
-        except OSError as error:
-            # `take` raises it, if anybody waits for that member.
-            self._came[member].put(error)
 
     def _receive(self, member: int) -> None:
         link = self._sockets[member]
@@ -157,9 +147,9 @@ def _exactly(link: socket.socket, size: int) -> bytearray:
 
 def _connected(members: Sequence[int], what: str) -> dict[int, socket.socket]:
     """Returns a connection to each of the other members; those with lower numbers listen."""
-    process, together = jax.process_index(), tuple(members)
-    _numbers.get()[together] += 1
-    folder = f"{_KEY}/{'-'.join(map(str, together))}/{_numbers.get()[together]}"
+    process, together, numbers = jax.process_index(), tuple(members), _numbers.get()
+    numbers[together] += 1
+    folder = f"{_KEY}/{'-'.join(map(str, together))}/{numbers[together]}"
     address = own_address() or "127.0.0.1"
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     links = {}
