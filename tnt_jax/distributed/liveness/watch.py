@@ -136,8 +136,14 @@ def find_cause(seen: Sequence[Seen], timeout_s: float) -> ExitNotice | None:
     there = [process for process, each in enumerate(seen) if not each.note.has_left]
     notes = [each.note for each in seen]
     for process in there:
-        if seen[process].silent_s >= _silence_limit_s(notes[process], timeout_s):
-            return _silent(process, seen[process])
+        silent_s = seen[process].silent_s
+        if silent_s >= _silence_limit_s(notes[process], timeout_s):
+            how = (
+                f"Process {process} has not posted for {silent_s:.0f} s: it is stopped, swapped "
+                "out, in a call that does not let its other threads run, or its host is down. It "
+                f"was last {notes[process]}. {ADVICE}"
+            )
+            return _stalled(process, how, is_lost=True)
     over = [x for x in there if notes[x].stuck_s >= limit_s(notes[x], timeout_s)]
     waiting = [x for x in over if notes[x].may_wait]
     busy = [x for x in over if x not in waiting and _is_awaited(notes, x, timeout_s)]
@@ -189,16 +195,6 @@ def _listed(notes: Sequence[Note], processes: Sequence[int]) -> str:
 
 def _is_in_call(note: Note) -> bool:
     return bool(note.calls or note.waits or note.phase)
-
-
-def _silent(process: int, seen: Seen) -> ExitNotice:
-    return _stalled(
-        process,
-        f"Process {process} has not posted for {seen.silent_s:.0f} s: it is stopped, swapped out, "
-        f"in a call that does not let its other threads run, or its host is down. It was last "
-        f"{seen.note}. {ADVICE}",
-        is_lost=True,
-    )
 
 
 def _stuck(
@@ -272,8 +268,9 @@ class OwnTimes:
         self.seconds = {**self.seconds, phase: self.seconds.get(phase, 0.0) + own_s}
 
 
+# A slow process spends so many times what the others do, at the median.
 _FACTOR = 1.5
-# Of the time that has passed: less costs the job little, whatever the factor.
+# And so much more of the time that has passed: less costs the job little, whatever the factor.
 _LEAST_SHARE = 0.2
 # How old the times may be, of the window: less than makes a process slow.
 _OLDEST_SHARE = _LEAST_SHARE / 2
@@ -313,9 +310,8 @@ class SlowRanks:
 
         `times` are the seconds of each process so far in each phase, outside of waiting, the oldest
         `silent_s` old. Nothing is compared in the first stretch of time, in which programs are
-        compiled, while processes are in different calls, and while the times of one are old: a
-        process that has left its call by an error, or is stopped, would make those that wait for it
-        look slow.
+        compiled, nor where a process has left its call by an error, or is stopped: those that wait
+        for it would look slow.
         """
         if len(set(calls)) > 1:
             self._before = None
@@ -338,10 +334,7 @@ class SlowRanks:
 
 
 def find_slow(spent: Sequence[Times], passed_s: float) -> tuple[int, Phase] | None:
-    """Returns the slowest process and what it spends its time with, if it is slow.
-
-    It is if it spends 1.5 times what the others do, at the median, and a fifth of all time more.
-    """
+    """Returns the slowest process and what it spends its time with, if that is far more."""
     for phases in (_OF_HOST, (*_OF_HOST, *_OF_DEVICE)):
         sums = [sum(own.get(phase, 0.0) for phase in phases) for own in spent]
         process = max(range(len(sums)), key=sums.__getitem__)
@@ -384,6 +377,10 @@ _NO_SAMPLES = (
 )
 
 
+# Ends all processes because of one, and is told whether the coordination service answers.
+EndJob = Callable[[ExitNotice, bool], None]
+
+
 @dataclass(frozen=True)
 class Patience:
     """Seconds without progress before the first warning, and before the job ends (0 for never)."""
@@ -415,12 +412,7 @@ class _Clock:
 class _Watch:
     """The threads that post this process's note and look at those of the others."""
 
-    def __init__(
-        self,
-        patience: Patience,
-        end_job: Callable[[ExitNotice, bool], None],
-        is_waiting: Callable[[], bool],
-    ) -> None:
+    def __init__(self, patience: Patience, end_job: EndJob, is_waiting: Callable[[], bool]) -> None:
         self._pid = os.getpid()
         self._here = here()
         self._patience, self._end_job = patience, end_job
@@ -586,13 +578,10 @@ def _seen(text: str, silent_s: float) -> Seen:
 _watch = Slot[_Watch | None](lambda: None, close=_Watch.stop)
 
 
-def start_watching(
-    patience: Patience, end_job: Callable[[ExitNotice, bool], None], is_waiting: Callable[[], bool]
-) -> None:
+def start_watching(patience: Patience, end_job: EndJob, is_waiting: Callable[[], bool]) -> None:
     """Starts the threads that look for stalls, once the process has joined its job.
 
-    `end_job` ends all processes because of one that makes no progress, and is told whether the
-    coordination service answers; `is_waiting` tells whether the devices of this process wait.
+    `is_waiting` tells whether the devices of this process wait for others.
     """
     if _watch.get() is None:
         watch = _Watch(patience, end_job, is_waiting)
