@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -57,19 +58,15 @@ class Account:
         self._spent_ns = dict.fromkeys(_PHASES, 0)
         # Start and length of programs that were compiled: outer ones contain inner ones.
         self._compiled: list[tuple[int, int]] = []
-        self._earlier_step, self._num_restarts, self._lost_steps = 0, 0, 0
+        self._earlier_step = self._num_restarts = self._lost_steps = 0
         self._num_steps = self._step = 0
         now_s = time.time()
         if earlier is None:
-            self._spent_ns["starting"] = _as_ns(max(now_s - (started_s or now_s), 0))
-        else:
-            self._take_over(earlier)
-            # The clock may have been set back since.
-            self._spent_ns["restarting"] += _as_ns(max(now_s - earlier["until"], 0))
-
-    def _take_over(self, earlier: Mapping[str, Any]) -> None:
-        for name in _PHASES:
-            self._spent_ns[name] = _as_ns(earlier[f"{name}_s"])
+            self._spent_ns["starting"] = _as_ns(now_s - (started_s or now_s))
+            return
+        self._spent_ns = {name: _as_ns(earlier[f"{name}_s"]) for name in _PHASES}
+        # The clock may have been set back since.
+        self._spent_ns["restarting"] += _as_ns(now_s - earlier["until"])
         self._num_restarts, self._lost_steps = earlier["restarts"] + 1, earlier["lost_steps"]
         self._num_steps, self._earlier_step = earlier["steps"], earlier["step"]
         # Until training goes on: it may end before.
@@ -180,13 +177,11 @@ def _unfinished(line: str) -> dict[str, Any] | None:
     return notes if is_ours and notes.get("finished") is False else None
 
 
+@dataclass
 class _Books:
-    """The account of a job and its file."""
-
-    def __init__(self) -> None:
-        self.account = Account()
-        self.file: AccountFile | None = None
-        self.is_open = False
+    account: Account = field(default_factory=Account)
+    file: AccountFile | None = None
+    is_open: bool = False
 
 
 def _close(books: _Books) -> None:
