@@ -29,9 +29,8 @@ from tnt_jax.job import Slot, once_per_job
 
 def _as_arrays(
     call: str, tree: Any, check: Callable[[str, np.ndarray], None] | None, is_ragged: bool
-) -> tuple[list[str], list[np.ndarray]]:
-    """Returns the paths of the leaves of a tree, and the leaves as arrays; see `gather`."""
-    paths, leaves = [], []
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the path of each leaf of a tree, and the leaf as an array; see `gather`."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path) or "the value"
         _check_leaf(call, name, leaf)
@@ -49,9 +48,7 @@ def _as_arrays(
                 f"{call} takes arrays of rows, but {name} is {array.dtype}[], without a dimension. "
                 "Give it one, for instance by numpy.atleast_1d."
             )
-        paths.append(name)
-        leaves.append(array)
-    return paths, leaves
+        yield name, array
 
 
 def _check_leaf(call: str, name: str, leaf: Any) -> None:
@@ -122,10 +119,7 @@ def gather_chunks(
     `total` is the bytes of the process that has most of them.
     """
     for first, chunk in _chunks(leaves, len(members), total):
-        if len(members) == 1:
-            yield first, chunk[None]
-        else:
-            yield first, _exchanged(chunk, members, _gather)
+        yield first, chunk[None] if len(members) == 1 else _exchanged(chunk, members, _gather)
 
 
 def _exchanged(chunk: np.ndarray, members: tuple[int, ...], program: Any) -> np.ndarray:
@@ -250,14 +244,14 @@ def gather(
     arrays may differ in their leading dimensions; processes that have joined may be without values.
     If structure, shapes or dtypes differ, all raise a ValueError that names processes and path.
     """
-    paths, leaves, error = [], [], problem
+    named, error = [], problem
     if error is None:
         try:
-            paths, leaves = _as_arrays(call, tree, check, is_ragged)
+            named = list(_as_arrays(call, tree, check, is_ragged))
         except Exception as raised:  # Raised below, so that the other processes do not wait.
             error = raised
+    leaves = [leaf for _, leaf in named]
     structure = jax.tree.structure(tree)
-    named = zip(paths, leaves, strict=True)
     description = [
         # Functions and objects in it print where they lie in the memory of a process.
         re.sub(r" at 0x[0-9a-f]+", "", str(structure)),
