@@ -171,13 +171,10 @@ class ErrorFeedback:
 
     def rounded(self, grads: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Returns what to send for gradients: float32 arrays in bfloat16, others as they are."""
-        if self._kept is None:
-            self._kept = [np.zeros_like(grad) for grad in grads]
-        wanted = [grad + kept for grad, kept in zip(grads, self._kept, strict=True)]
+        kept = [np.zeros_like(x) for x in grads] if self._kept is None else self._kept
+        wanted = [grad + rest for grad, rest in zip(grads, kept, strict=True)]
         sent = [x.astype(ml_dtypes.bfloat16) if x.dtype == np.float32 else x for x in wanted]
-        self._tried = [
-            whole - part.astype(whole.dtype) for whole, part in zip(wanted, sent, strict=True)
-        ]
+        self._tried = [x - part.astype(x.dtype) for x, part in zip(wanted, sent, strict=True)]
         return sent
 
 
@@ -303,12 +300,12 @@ class Worker:
     def _pushes(self, grads: Arrays, after: Arrays, before: Arrays, share: float) -> list[Push]:
         layout, plan = self._layout, self._layout.optimizer.plan
         first = layout.num_params
-        pushes = []
-        for server in range(plan.num_servers):
+
+        def push(server: int) -> Push:
             held = plan.held(server)
             rows = [plan.part(server, index, grads[index]) for index in held if index < first]
             others = [index - first for index in held if index >= first]
-            state = [after[index] for index in others]
             pulled_state = [np.asarray(before[index]) for index in others]
-            pushes.append(Push(to_wire(rows), state, pulled_state, share))
-        return pushes
+            return Push(to_wire(rows), [after[index] for index in others], pulled_state, share)
+
+        return [push(server) for server in range(plan.num_servers)]
