@@ -1,14 +1,8 @@
 """Agreement of all processes on the point at which they stop, for which any of them may ask.
 
-All processes pass the same points in the same order, and count them (`Agreement`). A signal to any
-process (`StopSignals`) is a request to all of them to end their calls (`Watch`), which pass for
-instance a point before each step:
-
-    for batch in batches:
-        if points.stops_here():
-            ...  # All processes stop before the same step.
-
-A callback asks by `SharedStop` for the end of one loop of steps.
+All processes pass the same points in the same order, such as one before each step, and count them
+(`Agreement`). A signal to any process (`StopSignals`) is a request to all of them to end their
+calls at the same point (`Watch`). A callback asks by `SharedStop` for the end of one loop of steps.
 """
 
 import atexit
@@ -21,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any, NoReturn, TypeVar
 
@@ -43,15 +38,14 @@ _CLOSE = 0
 # Marks the bytes that `StopSignals._handle` writes.
 _REPORTED = 0x80
 _NO_SIGNALS = "Signals to this process do not save its state any more:"
+_set_wakeup = partial(signal.set_wakeup_fd, warn_on_full_buffer=False)
 
 
 class StopSignals:
     """Calls a function, in a thread, with the first of the signals; the second ends at once.
 
-    Python runs the handler of a signal in the main thread between two bytecodes, so a process that
-    waits for others or compiles would not take note of it. The byte that Python's own handler in C
-    writes to a pipe wakes a thread at once, whatever the main thread does.
-
+    Python runs the handler of a signal in the main thread between two bytecodes, which may be long
+    waiting for others. The byte that Python's handler in C writes to a pipe wakes a thread at once.
     A handler that the script has set, before or after, stays: its signal is then left to it. So is
     SIGTERM if the script ignores it, and the others unless the launcher has had them ignored.
     """
@@ -84,8 +78,8 @@ class StopSignals:
         for signum in SIGNALS:
             if signum not in self._previous and _is_free(signum):
                 self._previous[signum] = signal.signal(signum, self._handle)
-        if self._previous and (other := self._set_wakeup(self._write_fd)) != -1:
-            self._set_wakeup(other)
+        if self._previous and (other := _set_wakeup(self._write_fd)) != -1:
+            _set_wakeup(other)
 
     def restore(self) -> None:
         """Gives the signals back, except those that have been taken from it since."""
@@ -95,8 +89,8 @@ class StopSignals:
             if signal.getsignal(signum) == self._handle:
                 signal.signal(signum, handler)
         self._previous.clear()
-        if (current := self._set_wakeup(-1)) != self._write_fd:
-            self._set_wakeup(current)
+        if (current := _set_wakeup(-1)) != self._write_fd:
+            _set_wakeup(current)
 
     def close(self) -> None:
         """Gives the signals back and ends the thread."""
@@ -110,14 +104,11 @@ class StopSignals:
         """Reports a signal of which the thread has not been told."""
         # Its byte has gone to another's pipe, such as that of an event loop, or a handler of the
         # script calls this one.
-        current = self._set_wakeup(-1)
-        self._set_wakeup(current)
+        current = _set_wakeup(-1)
+        _set_wakeup(current)
         if current != self._write_fd or signal.getsignal(signum) != self._handle:
             with contextlib.suppress(BlockingIOError):  # Full of signals already.
                 os.write(self._write_fd, bytes([signum | _REPORTED]))
-
-    def _set_wakeup(self, descriptor: int) -> int:
-        return signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
 
     def _listen(self) -> None:
         while True:
@@ -178,13 +169,11 @@ class Agreement:
         lost: str,
     ) -> None:
         self.passed = 0
-        self.is_closed = self.has_asked = False
+        self.is_closed = self.has_asked = self._has_answered = False
         self.end: int | None = None
         self.answers: list[int] = []
-        self.stopped = threading.Event()
+        self.stopped, self._lock = threading.Event(), threading.Lock()
         self._folder, self._answer, self._what = folder, answer, what
-        self._has_answered = False
-        self._lock = threading.Lock()
         self._process, self._num_processes = jax.process_index(), jax.process_count()
         if self._num_processes > 1:
             self._client = _jax.coordination_client()
@@ -195,19 +184,17 @@ class Agreement:
         if self._num_processes == 1:
             self.end = self._answer(self, text)
             return text
+        key = f"{self._folder}/request"
         try:
-            self._client.key_value_set(f"{self._folder}/request", text)
+            self._client.key_value_set(key, text)
             self.has_asked = True
         except jax.errors.JaxRuntimeError as error:
             if "ALREADY_EXISTS" not in str(error):
                 raise
-        return _jax.value_of_key(self._client, f"{self._folder}/request") or text
+        return _jax.value_of_key(self._client, key) or text
 
     def stops_here(self) -> bool:
-        """Passes the next point; returns whether all processes stop there.
-
-        Once the points are closed, it waits until all have answered.
-        """
+        """Passes the next point; returns whether all stop there, after all answers once closed."""
         # Before the look at `is_closed`: the thread closes the points, and then reads the number.
         self.passed += 1
         return self.is_closed and self._await_end() <= self.passed
@@ -266,18 +253,18 @@ class Agreement:
             if point is None:
                 return
             self.answer(point)
-            texts = [self._await_key(str(process)) for process in range(self._num_processes)]
+            texts = [self._await_key(process) for process in range(self._num_processes)]
             if None not in texts and _LEFT not in texts:
-                self._settle([str(text) for text in texts])
+                self._settle(map(str, texts))
         except jax.errors.JaxRuntimeError as error:
             # The service has gone, and the job with it.
             logger.debug("Nobody can ask for %s: %s", self._what, error)
 
-    def _await_key(self, name: str) -> str | None:
+    def _await_key(self, name: str | int) -> str | None:
         return await_key(f"{self._folder}/{name}", is_over=self.stopped.is_set)
 
-    def _settle(self, texts: list[str]) -> None:
-        self.answers = [int(text) for text in texts]
+    def _settle(self, texts: Iterable[str]) -> None:
+        self.answers = list(map(int, texts))
         self.end = max(self.answers)
 
 
@@ -298,10 +285,7 @@ class Points:
     """Says whether to wait no longer for what comes after the next point."""
 
     def stops_here(self) -> bool:
-        """Passes the next point; returns whether all processes stop there.
-
-        After a request it waits until the processes have agreed.
-        """
+        """Passes the next point; returns whether all stop there, once they have agreed on one."""
         return False
 
     def pass_one(self) -> None:
@@ -347,7 +331,7 @@ class Watch(Points):
             self._signals.restore()
 
     def stops_here(self) -> bool:
-        """Passes the next point; returns whether all processes stop there."""
+        """See `Points`."""
         return self._agreement.stops_here()
 
     def gives_up(self) -> bool:
@@ -468,11 +452,10 @@ class SharedStop:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if self.agreement is not None:
-            if error is None:
-                self.agreement.clean()
-            else:
-                self.agreement.leave(None)
+        if self.agreement is not None and error is None:
+            self.agreement.clean()
+        elif self.agreement is not None:
+            self.agreement.leave(None)
 
     def after_program(self, asks: bool) -> bool:
         """Returns whether the loop ends after the program that was just started."""
@@ -484,7 +467,7 @@ class SharedStop:
         if asks and not self.is_asked:
             self._asked_at, self.is_asked = number, True
             self._request = int(agreement.ask(str(number)))
-        if self.is_asked and number == self._request:
+        if number == self._request:
             agreement.answer(number)
         self.is_over = agreement.stops_here()
         if agreement.has_asked and number == self._request and not self.is_over:
