@@ -47,15 +47,14 @@ _MOST_RANKS = 64  # As in sums.c.
 _closing = Slot(threading.Lock, lasts=True)
 
 
-def _close(library: ctypes.CDLL | None) -> None:
-    if library is not None:
-        with _closing.get():
-            library.tnt_jax_sums_close()
+def _close(library: ctypes.CDLL) -> None:
+    with _closing.get():
+        library.tnt_jax_sums_close()
 
 
 def interrupt() -> None:
     """Ends the sums of this process, and those that wait for it, by an error."""
-    _close(_library.get())
+    _library.close(_library.get())
 
 
 _library = Slot[ctypes.CDLL | None](lambda: None, close=_close)
@@ -139,11 +138,10 @@ def _opened(
 ) -> str:
     """Returns why this process cannot take part, `""` if it does."""
     pid, number, token = place.split(" ")
-    is_own = int(pid) == os.getpid()
+    memory = int(number)
     try:
-        memory = (
-            int(number) if is_own else os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-        )
+        if int(pid) != os.getpid():
+            memory = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         if os.pread(memory, _TOKEN_BYTES, 0).hex() != token:
             return f"the memory of process id {pid} is not that of this job"
     except OSError as error:
@@ -167,13 +165,8 @@ def load_library() -> ctypes.CDLL:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if not compiler:
         raise OSError("there is no C compiler (cc)")
-    known = (
-        _SOURCE.read_bytes(),
-        importlib.metadata.version("jaxlib"),
-        platform.machine(),
-        compiler,
-        _OPTIONS,
-    )
+    jaxlib = importlib.metadata.version("jaxlib")
+    known = (_SOURCE.read_bytes(), jaxlib, platform.machine(), compiler, _OPTIONS)
     name = f"sums-{_digest(repr(known).encode())}"
     folder = _own_folder()
     if folder is None:
@@ -199,11 +192,10 @@ def _own_folder() -> Path | None:
     folder = Path(cache) / "tnt_jax" / "native"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        facts = folder.stat()
+        is_safe = is_own(folder.stat(), writable=stat.S_IWGRP | stat.S_IWOTH)
     except OSError:
         return None
-    is_safe = is_own(facts, writable=stat.S_IWGRP | stat.S_IWOTH) and os.access(folder, os.W_OK)
-    return folder if is_safe else None
+    return folder if is_safe and os.access(folder, os.W_OK) else None
 
 
 def _compiled(compiler: str, folder: Path, name: str) -> ctypes.CDLL:
