@@ -1,13 +1,8 @@
 """Where the time of a run goes: how much of it computes, and what the rest is spent on.
 
-The thread that trains is always in one phase, and the clock, that of the timeline, is read when the
-phase changes:
-
-    with goodput.phase("saving"):
-        ...
-
-With `TNT_GOODPUT=FILE` the master keeps the account in a file, one line of JSON a run, so that the
-times of a run that was started again add up.
+The thread that trains is always in one phase (`with phase("saving"):`), and the clock, that of the
+timeline, is read when the phase changes. With `TNT_GOODPUT=FILE` the master keeps the account in a
+file, one line of JSON a run, so that the times of a run that was started again add up.
 """
 
 import json

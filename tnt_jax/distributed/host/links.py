@@ -1,13 +1,8 @@
 """Bytes that some processes of a job send one another beside their steps: over TCP, by threads.
 
 A collective of XLA waits in the queue of a device, and steps that are started later wait for it.
-No step waits for what these threads send and receive. Each message of a member goes to all others,
-and all take messages in the same order:
-
-    links = Links(members, "outer updates")
-    links.post(lambda: np.asarray(x).tobytes())
-    ...  # Steps run.
-    messages = links.take()
+No step waits for what these threads send and receive. Each message that a member posts goes to all
+others, and all take messages in the same order.
 """
 
 import contextlib

@@ -7,9 +7,7 @@ same on every rank.
 
 Sizes do not tell which dimension that is: a mask `[8, 1]` over 8 positions looks like one of 8
 rows. A function is therefore traced for two numbers of rows; the dimension is the one that changes.
-
-    key = batch_key(words, step, num_rows)              # draws nothing itself
-    key = key_for(function, key, rows, known)           # draws the arrays of function(key, rows)
+The key of `batch_key` draws nothing itself; that of `key_for` draws the arrays of a function.
 """
 
 import math

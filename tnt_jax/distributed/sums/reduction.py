@@ -89,12 +89,9 @@ class Reduction:
             compiler from merging buckets and from sending first layers first, and costs a copy.
         compression: `"bfloat16"` sends 16 bits per 32-bit gradient and corrects the rounding in the
             next step; None sends gradients unchanged.
-        ranks_per_host: Number of neighbouring ranks on one host that are summed before the hosts
-            exchange results; 1 for no such stage.
-        shard_optimizer_state: Whether each rank keeps and updates only its own shard of the
-            optimizer state.
-        xla_bytes: Bytes of gradients from which everything is left to the compiler, as with the
-            threshold `"xla"`; None for never.
+        ranks_per_host: Neighbouring ranks of a host that are summed before the hosts exchange.
+        shard_optimizer_state: Whether each rank keeps and updates only its own shard of it.
+        xla_bytes: Bytes of gradients from which the threshold is `"xla"`; None for never.
     """
 
     threshold: Threshold = 0
@@ -137,10 +134,10 @@ def choose_reduction(
     threshold_kb: Threshold | None = None,
     **choices: Any,
 ) -> Reduction:
-    """Returns the reduction that the user chose; unset options take the platform's default.
+    """Returns the reduction that the user chose, or a ValueError that names invalid options.
 
-    `threshold_kb` is KiB from which a bucket is full, `"xla"`, or None for the environment's or the
-    default; `choices` are other attributes of `Reduction`. A ValueError names invalid ones.
+    `threshold_kb` is in KiB, or None for that of the environment or the platform; `choices` are
+    other attributes of `Reduction`.
     """
     reduction = replace(default_reduction(platform, num_ranks), **choices)
     threshold_kb = settings.fusion_threshold_kb if threshold_kb is None else threshold_kb
