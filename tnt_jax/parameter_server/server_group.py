@@ -254,19 +254,8 @@ class Actors:
         return self.ray.remote(**options)(kind)
 
     def _await_processes(self) -> list[int]:
-        """Waits for all processes, also for lost ones once more; returns the devices of workers."""
+        """Waits for all processes; returns the number of devices of each worker."""
         answers = self._answers(range(len(self._resources)))
-        lost = [number for number, answer in answers.items() if answer is None]
-        for number in lost:
-            logger.warning(
-                "%s was lost before it had started, and is started once more.", self._names[number]
-            )
-            if number < self._num_servers:
-                self.servers[number] = self.start_server(number)
-            else:
-                worker = number - self._num_servers
-                self.workers[worker] = self.start_worker(worker)
-        answers.update(self._answers(lost, last_time=True))
         devices = [answers[number] for number in range(self._num_servers, len(self._resources))]
         logger.info(
             "%d servers and %d workers with %d device(s) each.",
@@ -276,16 +265,14 @@ class Actors:
         )
         return devices
 
-    def _answers(self, bundles: Iterable[int], last_time: bool = False) -> dict[int, Any]:
-        """Returns the first answer of the process in each place; None of those that were lost."""
+    def _answers(self, bundles: Iterable[int], *, last_time: bool = False) -> dict[int, Any]:
+        """Returns the first answer of the process in each place; starts lost ones once more."""
         asked = {
             number: self.servers[number].version.remote()
             if number < self._num_servers
             else self.workers[number - self._num_servers].num_devices.remote()
             for number in bundles
         }
-        if not asked:
-            return {}
         refs = list(asked.values())
         _, late = self.ray.wait(refs, num_returns=len(refs), timeout=self.timeout_s)
         if late:
@@ -293,21 +280,29 @@ class Actors:
                 f"{len(late)} of {len(refs)} servers and workers have not started within "
                 f"{self.timeout_s:.0f} s. See Ray's logs, or pass a longer start_timeout_s."
             )
-        answers = {}
+        answers, lost = {}, []
         for number, ref in asked.items():
             try:
                 answers[number] = self.ray.get(ref)
             except self.ray.exceptions.RayError as error:
                 died = isinstance(error, self.ray.exceptions.ActorDiedError)
-                if died and not error.actor_init_failed and not last_time:
-                    answers[number] = None
-                    continue
-                raise RuntimeError(
-                    f"{self._names[number]} of the parameter server cannot start on its node: "
-                    f"{error}. tnt_jax and what it needs must be installed there, in the same "
-                    "versions as here."
-                ) from error
-        return answers
+                if not died or error.actor_init_failed or last_time:
+                    raise RuntimeError(
+                        f"{self._names[number]} of the parameter server cannot start on its node: "
+                        f"{error}. tnt_jax and what it needs must be installed there, in the same "
+                        "versions as here."
+                    ) from error
+                lost.append(number)
+        for number in lost:
+            logger.warning(
+                "%s was lost before it had started, and is started once more.", self._names[number]
+            )
+            if number < self._num_servers:
+                self.servers[number] = self.start_server(number)
+            else:
+                worker = number - self._num_servers
+                self.workers[worker] = self.start_worker(worker)
+        return answers | self._answers(lost, last_time=True) if lost else answers
 
 
 def _options(resources: Mapping[str, float]) -> dict[str, Any]:
