@@ -148,8 +148,6 @@ class Synchronous:
 
     coordinator: Coordinator
     num_shares: int
-    ranks_per_share: int
-    backs_up: bool
     counts: Counts
     # Batches since the last snapshot, for when a server is lost.
     since: list[GlobalBatch] = field(default_factory=list, init=False)
@@ -189,7 +187,8 @@ class Synchronous:
 
     def _update(self, batch: GlobalBatch, *, counts: bool = True) -> list[Report]:
         """Has all shares of a batch computed and applied; returns their reports in order."""
-        works = batch.shares(self.num_shares, self.ranks_per_share, self.counts)
+        ranks_per_share = self.coordinator.actors.devices_per_worker
+        works = batch.shares(self.num_shares, ranks_per_share, self.counts)
         found: dict[Work, Flight] = {}
         todo = deque(works)
         while len(found) < len(works):
@@ -215,7 +214,7 @@ class Synchronous:
             if todo:
                 coordinator.dispatch(todo.popleft(), worker)
                 continue
-            if not self.backs_up:
+            if len(coordinator.actors.workers) == self.num_shares:  # No backup workers.
                 return
             runs = [flight.work for flight in coordinator.flights]
             open_works = [w for w in works if w not in found and runs.count(w) == 1]
@@ -247,10 +246,9 @@ class RemoteValue:
 
 @dataclass(eq=False)
 class Scheduler:
-    """Gives steps of the user's, `put` where workers read them, to the next worker that is free."""
+    """Gives steps of the user's to the next worker that is free."""
 
     asynchronous: Asynchronous
-    put: Callable[[Any], Any]
     note_update: Callable[[], None]
     _steps: dict[Callable, tuple[int, Any]] = field(default_factory=dict, init=False)
     _queue: deque[Work] = field(default_factory=deque, init=False)
@@ -264,7 +262,8 @@ class Scheduler:
     def schedule(self, step: Callable, arguments: tuple[Any, ...]) -> RemoteValue:
         """Schedules a step; it starts at a call of the scheduler when a worker is free."""
         if step not in self._steps:
-            self._steps[step] = (len(self._steps), self.put(step))
+            put = self.asynchronous.coordinator.actors.ray.put
+            self._steps[step] = (len(self._steps), put(step))
         name = getattr(step, "__name__", "step")
         work = Work("run", (*self._steps[step], arguments), f"the scheduled {name}")
         value = self._values[work] = RemoteValue(self)

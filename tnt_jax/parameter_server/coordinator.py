@@ -108,15 +108,12 @@ class Coordinator:
     _was_applied: dict[int, bool] = field(default_factory=dict, init=False)
     _seconds: dict[int, float] = field(default_factory=dict, init=False)
 
-    def __post_init__(self) -> None:
-        self._ray = self.actors.ray
-
     def load(self, model: WorkerModel, snapshots: Sequence[Snapshot]) -> None:
         """Gives a model to the workers, and variables to the servers."""
         # Nobody waits for these any more, such as after an interrupt.
         while self.flights or self._starting:
             self.wait()
-        self.model = self._ray.put(model)
+        self.model = self.actors.ray.put(model)
         workers = self.actors.workers
         asked = [worker.load.remote(self.model) for worker in workers.values()]
         self.servers.load(model.layout, snapshots)
@@ -142,20 +139,19 @@ class Coordinator:
     def wait(self) -> list[tuple[Flight, bool]]:
         """Waits; returns flights that ended, and whether they succeeded; replaces lost workers."""
         self.servers.check()
-        refs = [flight.answer for flight in self.flights] + list(self._starting)
+        refs = [*(flight.answer for flight in self.flights), *self._starting]
         if not refs:
             raise RuntimeError(
                 "All workers of the parameter server were lost and none could be started again. "
                 "See the warnings above."
             )
-        ready, _ = self._ray.wait(refs, num_returns=1, timeout=_TICK_S)
+        ready, _ = self.actors.ray.wait(refs, num_returns=1, timeout=_TICK_S)
         for ref in ready:
             if ref in self._starting:
                 self._adopt(ref)
         ended = [flight for flight in self.flights if flight.answer in ready]
         if not ready:
-            self._look_for_silent_workers()
-            self._look_for_late_workers()
+            self._look_for_absent_workers()
         return [(flight, self._finish(flight)) for flight in ended]
 
     def apply(self, flights: Sequence[Flight], *, num_rows: int) -> None:
@@ -188,10 +184,10 @@ class Coordinator:
     def _finish(self, flight: Flight) -> bool:
         """Reads the answer of a flight that ended; returns whether there is one."""
         self.flights.remove(flight)
-        errors = self._ray.exceptions
+        errors = self.actors.ray.exceptions
         seconds = time.perf_counter() - flight.started
         try:
-            flight.result = self._ray.get(flight.answer)
+            flight.result = self.actors.ray.get(flight.answer)
         except errors.RayError as error:
             cause = getattr(error, "cause", error)
             if not isinstance(cause, errors.RayError):
@@ -214,8 +210,8 @@ class Coordinator:
         """Replaces the worker of a flight, if it was lost; otherwise a server was."""
         self.statistics.repeated_batches += 1
         try:
-            self._ray.get(self.actors.workers[flight.worker].num_devices.remote())
-        except self._ray.exceptions.RayActorError:
+            self.actors.ray.get(self.actors.workers[flight.worker].num_devices.remote())
+        except self.actors.ray.exceptions.RayActorError:
             flight.work.losses += 1
         else:
             self.free.add(flight.worker)
@@ -243,15 +239,15 @@ class Coordinator:
     def _adopt(self, ref: Any) -> None:
         worker, _ = self._starting.pop(ref)
         try:
-            self._ray.get(ref)
-        except self._ray.exceptions.RayError as error:
+            self.actors.ray.get(ref)
+        except self.actors.ray.exceptions.RayError as error:
             logger.warning("Worker %d cannot start again: %s", worker, error)
         else:
             self._was_applied.pop(worker, None)
             self.free.add(worker)
 
-    def _look_for_late_workers(self) -> None:
-        """Gives up workers that do not start again; the others do their work."""
+    def _look_for_absent_workers(self) -> None:
+        """Gives up workers that do not start again, and names or replaces those that are silent."""
         for ref, (worker, started) in list(self._starting.items()):
             if time.perf_counter() - started > self.actors.timeout_s:
                 del self._starting[ref]
@@ -261,10 +257,7 @@ class Coordinator:
                     worker,
                     self.actors.timeout_s,
                 )
-
-    def _look_for_silent_workers(self) -> None:
-        """Names workers that do not answer, and replaces them after the user's timeout."""
-        for flight in list(self.flights):
+        for flight in self.flights:
             waited_s = time.perf_counter() - flight.started
             if self.worker_timeout_s is not None and waited_s > self.worker_timeout_s:
                 self.actors.kill(self.actors.workers[flight.worker])

@@ -171,13 +171,9 @@ class ParameterServer:
         self._trainer.training = asynchronous
         if is_synchronous:
             self._trainer.training = Synchronous(
-                self._coordinator,
-                num_shares=self._num_shares,
-                ranks_per_share=self._actors.devices_per_worker,
-                backs_up=backup_workers > 0,
-                counts=self._trainer.counts,
+                self._coordinator, self._num_shares, self._trainer.counts
             )
-        self._scheduler = Scheduler(asynchronous, self._actors.ray.put, self._trainer.note_update)
+        self._scheduler = Scheduler(asynchronous, self._trainer.note_update)
         # The functions that the trainer was compiled for.
         self._functions: Any = None
 
