@@ -98,8 +98,7 @@ class ServedOptimizer:
     ) -> tuple[Any, Any, list[Any]]:
         """Returns parameters and state after an update, and this server's own values of the points.
 
-        `totals` are the values of the points over all servers, None where they are not known yet.
-        A server's own values of depth `d` are right once the totals of smaller depth are given.
+        `totals` are those of all servers, or None: values of larger depth are then not right yet.
         """
         interpreter = Interpreter(exchanges=True, totals=totals)
         (params, state), _ = self.interpreted(interpreter, params, state, grads)

@@ -36,7 +36,7 @@ class EpochSums:
     """The sums over an epoch that its logs are computed from, None before its first step."""
 
     def __init__(self, sums: Any) -> None:
-        self.sums = None if sums is None else jax.tree.map(np.asarray, sums)
+        self.sums = _host(sums)
 
     def add(self, reports: Sequence[Report]) -> None:
         """Adds the reports of shares of a batch, in order; its rows weigh its loss."""
@@ -59,7 +59,7 @@ class EpochSums:
 
     def on_device(self) -> Any:
         """Returns the sums as JAX arrays, or None before the first batch."""
-        return None if self.sums is None else jax.device_put(self.sums)
+        return jax.device_put(self.sums)
 
 
 class ServedTrainer(Trainer):
