@@ -1,13 +1,9 @@
 """A timeline of what the host does, in Chrome's trace format: for chrome://tracing and Perfetto.
 
 With `TNT_TIMELINE=FILE`, which `tnt-jax --timeline FILE` sets, each process writes what it calls,
-waits for, compiles and runs:
-
-    with timeline.span("train step", "step", step=5):
-        ...
-
-Process 0 writes FILE, process 1 FILE with `.1` before its ending. Times are those of the hosts'
-clocks, in microseconds. What devices do, `jax.profiler` records.
+waits for, compiles and runs (`with span("train step", "step", step=5):`). Process 0 writes FILE,
+process 1 FILE with `.1` before its ending. Times are those of the hosts' clocks, in microseconds.
+What devices do, `jax.profiler` records.
 """
 
 import atexit
@@ -41,7 +37,8 @@ class Timeline:
         # Each line reaches the file at once: a process may end without leaving Python.
         self._file: TextIO | None = path.open("w", buffering=1)
         self._file.write("[\n")
-        self._name("process_name", f"process {process} on {socket.gethostname()}", 0)
+        own = f"process {process} on {socket.gethostname()}"
+        self._write("process_name", "M", 0, args={"name": own})
 
     @contextmanager
     def span(self, name: str, category: str, arguments: dict[str, Any]) -> Iterator[None]:
@@ -59,19 +56,9 @@ class Timeline:
         thread = threading.get_native_id()
         if thread not in self._threads:
             self._threads.add(thread)
-            self._name("thread_name", threading.current_thread().name, thread)
-        self._write(
-            {
-                "name": name,
-                "cat": category,
-                "ph": "X",
-                "pid": self._process,
-                "tid": thread,
-                "ts": (self._origin_ns + start_ns) / 1000,
-                "dur": (end_ns - start_ns) / 1000,
-                "args": arguments,
-            }
-        )
+            self._write("thread_name", "M", thread, args={"name": threading.current_thread().name})
+        start_us, length_us = (self._origin_ns + start_ns) / 1000, (end_ns - start_ns) / 1000
+        self._write(name, "X", thread, cat=category, ts=start_us, dur=length_us, args=arguments)
 
     def close(self) -> None:
         """Ends the file."""
@@ -82,20 +69,16 @@ class Timeline:
                 self._file.close()
         self._file = None
 
-    def _name(self, kind: str, name: str, thread: int) -> None:
-        event = {"name": kind, "ph": "M", "pid": self._process, "tid": thread}
-        self._write({**event, "args": {"name": name}})
-
-    def _write(self, event: dict[str, Any]) -> None:
+    def _write(self, name: str, kind: str, thread: int, **others: Any) -> None:
+        event = {"name": name, "ph": kind, "pid": self._process, "tid": thread, **others}
         with self._lock:
             if self._file is not None and os.getpid() == self._pid:
                 self._file.write(json.dumps(event) + ",\n")
 
 
-def _end(timeline: Timeline | None) -> None:
-    if timeline is not None:
-        timeline.close()
-        jax.monitoring.unregister_event_time_span_listener(_note_span)
+def _end(timeline: Timeline) -> None:
+    timeline.close()
+    jax.monitoring.unregister_event_time_span_listener(_note_span)
 
 
 _timeline = Slot[Timeline | None](lambda: None, close=_end, lasts=True)
@@ -112,7 +95,7 @@ def start(path: str, process: int) -> None:
 
 def stop() -> None:
     """Ends the file; does nothing if none was begun."""
-    _end(_timeline.get())
+    _timeline.close(_timeline.get())
     _timeline.set(None)
 
 
