@@ -166,8 +166,8 @@ def _runs(
 ) -> Iterator[tuple[str, int]]:
     yield name, times
     for _, _, operation, rest in _instructions(computations[name]):
-        trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', rest)
         for called in _called(operation, rest):
+            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', rest)
             yield from _runs(computations, called, times * (int(trips[1]) if trips else 1))
 
 
@@ -366,9 +366,9 @@ class _Lines:
     """The tables of source lines in the head of a program."""
 
     def __init__(self, text: str) -> None:
-        self._names = dict(_numbered(text, "FileNames", r'"(.*)"'))
-        self._places = dict(_numbered(text, "FileLocations", r"\{(.*)\}"))
-        self._frames = dict(_numbered(text, "StackFrames", r"\{(.*)\}"))
+        self._names = _numbered(text, "FileNames", r'"(.*)"')
+        self._places = _numbered(text, "FileLocations", r"\{(.*)\}")
+        self._frames = _numbered(text, "StackFrames", r"\{(.*)\}")
 
     def array(self, shape: str, rest: str) -> HeldArray:
         arrays = re.findall(r"\w+\[[\d,]*\]", shape)
@@ -404,12 +404,10 @@ def _numbers(entry: str) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", entry)}
 
 
-def _numbered(text: str, title: str, pattern: str) -> Iterator[tuple[int, str]]:
+def _numbered(text: str, title: str, pattern: str) -> dict[int, str]:
     table = re.search(rf"^{title}\n((?:\d+ .*\n)*)", text, flags=re.MULTILINE)
-    for number, entry in re.findall(
-        rf"^(\d+) {pattern}$", table[1] if table else "", flags=re.MULTILINE
-    ):
-        yield int(number), entry
+    entries = re.finditer(rf"^(\d+) {pattern}$", table[1] if table else "", flags=re.MULTILINE)
+    return {int(entry[1]): entry[2] for entry in entries}
 
 
 def in_units(nbytes: float) -> str:
