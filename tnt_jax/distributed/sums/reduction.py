@@ -136,8 +136,8 @@ def choose_reduction(
 ) -> Reduction:
     """Returns the reduction that the user chose, or a ValueError that names invalid options.
 
-    `threshold_kb` is in KiB, or None for that of the environment or the platform; `choices` are
-    other attributes of `Reduction`.
+    `threshold_kb` is in KiB, `"xla"`, or None for that of the environment or the platform;
+    `choices` are other attributes of `Reduction`, which take the platform's default.
     """
     reduction = replace(default_reduction(platform, num_ranks), **choices)
     threshold_kb = settings.fusion_threshold_kb if threshold_kb is None else threshold_kb
