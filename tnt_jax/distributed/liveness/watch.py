@@ -431,12 +431,12 @@ class _Watch:
         self._own_times = OwnTimes(self._here, patience.warning_s, is_waiting)
         self._stopped = threading.Event()
         self._has_failed = False
-        # The second asks the service nothing, and so sees that it does not answer.
-        sample = self._own_times.run, self._stopped, self._count_silence
-        self._threads = [
-            start_thread(self._run, name="stall", lost=_NO_POSTS.format(self._process)),
-            start_thread(*sample, name="samples", lost=_NO_SAMPLES.format(self._process)),
-        ]
+        lost = _NO_POSTS.format(self._process)
+        self._threads = [start_thread(self._run, name="stall", lost=lost)]
+        # This one asks the service nothing, and so sees that it does not answer.
+        sample, lost = self._own_times.run, _NO_SAMPLES.format(self._process)
+        arguments = self._stopped, self._count_silence
+        self._threads.append(start_thread(sample, *arguments, name="samples", lost=lost))
 
     def stop(self) -> None:
         """Ends the threads: none must be in a call to the service at the interpreter's exit."""
