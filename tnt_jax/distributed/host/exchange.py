@@ -13,6 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -119,17 +120,20 @@ def gather_chunks(
     `total` is the bytes of the process that has most of them.
     """
     for first, chunk in _chunks(leaves, len(members), total):
-        yield first, chunk[None] if len(members) == 1 else _exchanged(chunk, members, _gather)
+        yield first, chunk[None] if len(members) == 1 else _exchanged(chunk, members, jnp.asarray)
 
 
-def _exchanged(chunk: np.ndarray, members: tuple[int, ...], program: Any) -> np.ndarray:
+def _exchanged(
+    chunk: np.ndarray, members: tuple[int, ...], combine: Callable[..., jax.Array]
+) -> np.ndarray:
+    """Returns what a function, of the module, makes of the chunks `[members, size]` of all."""
     mesh = _mesh(members)
     sharding = NamedSharding(mesh, PartitionSpec("processes"))
     own = mesh.devices.flat[members.index(jax.process_index())]
     part = jax.device_put(chunk[None], own)
     rows = jax.make_array_from_single_device_arrays((len(members), chunk.size), sharding, [part])
     with phases.waiting("values of other processes"):
-        return np.asarray(program(mesh)(rows).addressable_data(0))
+        return np.asarray(_program(combine, mesh)(rows).addressable_data(0))
 
 
 @once_per_job
@@ -138,17 +142,12 @@ def _mesh(members: tuple[int, ...]) -> Mesh:
     return Mesh(np.asarray([firsts[process] for process in members]), ("processes",))
 
 
-@once_per_job
-def _gather(mesh: Mesh) -> Any:
-    return jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
+_sum = partial(jnp.sum, axis=0, dtype=jnp.uint8)
 
 
 @once_per_job
-def _sum(mesh: Mesh) -> Any:
-    return jax.jit(
-        lambda rows: jnp.sum(rows, axis=0, dtype=jnp.uint8),
-        out_shardings=NamedSharding(mesh, PartitionSpec()),
-    )
+def _program(combine: Callable[..., jax.Array], mesh: Mesh) -> Any:
+    return jax.jit(combine, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _chunks(
