@@ -81,16 +81,11 @@ def all_to_all(
         gathered = gather("all_to_all", tree, members, check, is_ragged=True)
         told = [] if splits is None else [int(number) for number in splits]
         every = gather("all_to_all", np.asarray(told, np.int64), members, is_ragged=True)
-        tables = np.split(
-            collected(every)[0].view(np.int64), np.cumsum([rows[0][0] for rows in every.shapes])
-        )
-
+        ends = np.cumsum([rows[0][0] for rows in every.shapes])
+        tables = np.split(collected(every)[0].view(np.int64), ends)[:-1]
         received = [
-            [
-                _own_range(rows, tables[position].tolist(), len(members), gathered.own)
-                for rows, *_ in shapes
-            ]
-            for position, shapes in enumerate(gathered.shapes)
+            [_own_range(rows, table.tolist(), len(members), gathered.own) for rows, *_ in shapes]
+            for table, shapes in zip(tables, gathered.shapes, strict=True)
         ]
 
         def part(position: int, index: int) -> tuple[int, int]:
