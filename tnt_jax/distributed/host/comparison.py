@@ -14,18 +14,15 @@ _NOTHING = "nothing"
 
 
 def compare(call: str, values: Mapping[str, Any], *, advice: str) -> None:
-    """Raises the same ValueError, with advice, on all processes unless all have the same values.
-
-    The processes meet once and exchange a digest; where digests differ, they meet once more, for
-    the values. No device takes part.
-    """
+    """Raises the same ValueError, with advice, on all processes unless all have the same values."""
     if get_process_count() == 1:
         return
     own = json.dumps({name: str(value) for name, value in values.items()}, sort_keys=True)
     digests = meet(call, hashlib.sha256(own.encode()).hexdigest())
     if len(set(digests)) == 1:
         return
-    # One process speaks for all with the same values: a large job would exchange megabytes.
+    # They meet once more for the values, where one process speaks for all with the same ones: a
+    # large job would exchange megabytes.
     speakers = sorted({digest: digests.index(digest) for digest in digests}.values())
     speakers = speakers[: 2 * _MOST_GROUPS]
     texts = meet(call, own if get_process_index() in speakers else "")

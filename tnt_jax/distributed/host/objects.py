@@ -98,10 +98,8 @@ def _like(leaf: Any, value: np.ndarray) -> Any:
 def _exchanged(
     call: str, value: Any, members: tuple[int, ...], senders: tuple[int, ...]
 ) -> list[Any]:
-    """Returns the objects of the senders, on every process."""
     with exclusive(call):
-        problem = None
-        data = b""
+        problem, data = None, b""
         try:
             if jax.process_index() in senders:
                 data = _signed(call, value, is_alone=len(members) == 1)
@@ -112,8 +110,7 @@ def _exchanged(
         )
         ends = np.cumsum([shapes[0][0] for shapes in gathered.shapes])
         pieces = np.split(collected(gathered)[0], ends)
-        problem = None
-        objects = []
+        problem, objects = None, []
         try:
             for sender in senders:
                 data = pieces[members.index(sender)].tobytes()
