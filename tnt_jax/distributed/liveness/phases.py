@@ -75,8 +75,7 @@ class Note:
     @property
     def may_wait(self) -> bool:
         """Whether it waits for other processes, or is where it may do so."""
-        in_program = self.phase in ("step", "steps")
-        return bool(self.waits) or in_program or self.reads_device
+        return bool(self.waits) or self.phase in ("step", "steps") or self.reads_device
 
     @property
     def place(self) -> str:
@@ -154,22 +153,18 @@ def here() -> Here:
 
 
 def describe_wait() -> str | None:
-    """Returns where the main thread waits for other processes, in words; None if it does not.
-
-    It waits where it says so (`waiting`), where it runs a program of all processes, which it may
-    have to compile first, or reads its result (`in_phase`), and where it takes data for which a
-    thread waits.
-    """
-    own, main = here(), threading.main_thread().ident
-    phase = own.doing[0]
-    waits = main in own.waits or phase in _OF_ALL or (phase == "data" and bool(own.waits))
+    """Returns where the main thread waits for other processes, in words; None if it does not."""
+    own, phase = here(), here().doing[0]
+    # It says so, runs or compiles a program of all, or takes data for which a thread waits.
+    is_in_wait = threading.main_thread().ident in own.waits
+    waits = is_in_wait or phase in _OF_ALL or (phase == "data" and bool(own.waits))
     return str(own.note()) if waits else None
 
 
 class waiting:
     """Records that this thread waits for other processes within, in a call or for something."""
 
-    __slots__ = ("_before", "_here", "_start_ns", "_thread", "_timeline", "_what")
+    __slots__ = ("_before", "_here", "_start_ns", "_thread", "_what")
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -179,17 +174,14 @@ class waiting:
         self._before = own.waits.get(thread)
         own.waits[thread] = self._what
         own.num_waits += 1
-        self._timeline = timeline.current()
-        self._start_ns = 0 if self._timeline is None else time.perf_counter_ns()
+        self._start_ns = time.perf_counter_ns()
 
     def __exit__(self, *_: object) -> None:
         if self._before is None:
             del self._here.waits[self._thread]
         else:
             self._here.waits[self._thread] = self._before
-        if self._timeline is not None:
-            end_ns = time.perf_counter_ns()
-            self._timeline.add(self._what, "wait", self._start_ns, end_ns, {})
+        timeline.add(self._what, "wait", self._start_ns)
 
 
 @contextmanager
