@@ -143,12 +143,10 @@ def is_awake(client: Any) -> bool:
 
 
 def call_roll(client: Any, process: int) -> None:
-    """Asks all processes to say that they are alive, and answers for this one.
-
-    A process of another machine cannot be watched, and the service notices its end only after
-    `TNT_HEARTBEAT_TIMEOUT_S` seconds. A broken connection does not say which of the others has
-    ended, as those that fail as a consequence close theirs, too.
-    """
+    """Asks all processes to say that they are alive, and answers for this one."""
+    # A process of another machine cannot be watched, and the service notices its end only after
+    # `TNT_HEARTBEAT_TIMEOUT_S` seconds. A broken connection does not say which of the others has
+    # ended, as those that fail as a consequence close theirs, too.
     for folder in (_CALL, _ANSWERS):
         _set_once(client, f"{folder}/{process}", f"{time.time():.3f}")
     wake(client, process)
