@@ -111,7 +111,11 @@ class Scale:
         "runs on each number of ranks; each round takes all numbers in turn (default: %(default)s)",
         default=3,
     )
-    is_weak: bool = False
+    is_weak: bool = _flag(
+        "multiply the global batch with the ranks: the script's own is that of the lowest number",
+        flags=["--weak"],
+        opposite={"--strong": "keep the script's global batch on all numbers of ranks (default)"},
+    )
     output: str | None = _option("DIR", "new folder for scaling.json and scaling.png")
     project: int | None = _number(
         "N", "continue the curve to N ranks by a model of the links, and state its error", lowest=2
@@ -414,7 +418,13 @@ def _check(given: argparse.Namespace, script: Sequence[str], command: str) -> No
             "Use either -n or --devices-per-node (also spelled --n-per-node): they mean the same."
         )
     _check_ray(given, command)
-    _check_elastic(given, command)
+    if given.min_processes is not None and not given.elastic:
+        raise ValueError("--min-processes is only valid together with --elastic.")
+    if given.elastic and command:
+        raise ValueError(
+            f"--elastic cannot be used with tnt-jax {command}, which ends with the first fit. "
+            "Leave it out."
+        )
     if given.force and given.cleanup is None:
         raise ValueError("--force is only valid together with --cleanup.")
     if script[:1] == ["-m"] and (len(script) == 1 or given.interpreter == ""):
@@ -457,18 +467,6 @@ def _check_ray(given: argparse.Namespace, command: str) -> None:
     if given.min_devices is not None and given.min_devices > given.num_processes:
         raise ValueError(
             f"--min-devices ({given.min_devices}) must not be above -n ({given.num_processes})."
-        )
-
-
-def _check_elastic(given: argparse.Namespace, command: str) -> None:
-    if given.min_processes is not None and not given.elastic:
-        raise ValueError("--min-processes is only valid together with --elastic.")
-    if not given.elastic:
-        return
-    if command:
-        raise ValueError(
-            f"--elastic cannot be used with tnt-jax {command}, which ends with the first fit. "
-            "Leave it out."
         )
 
 
@@ -547,32 +545,14 @@ def _make_parser(version: str, command: str) -> argparse.ArgumentParser:
 def add_options(group: Any, names: str, table: type = Options) -> None:
     """Adds the options that set these fields of a table to a parser, or to a group of one."""
     for name in names.split():
-        if name == "is_weak":
-            _add_kind_of_scaling(group)
-            continue
-        found = table.__dataclass_fields__[name]
+        found, place = table.__dataclass_fields__[name], group
         settings = {"default": found.default, **found.metadata}
         flags = settings.pop("flags", [_spelled(name)])
-        group.add_argument(*flags, dest=name, **settings)
+        for flag, text in settings.pop("opposite", {}).items():
+            place = group.add_mutually_exclusive_group()
+            place.add_argument(flag, dest=name, action="store_false", default=False, help=text)
+        place.add_argument(*flags, dest=name, **settings)
 
 
 def _spelled(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _add_kind_of_scaling(group: argparse._ArgumentGroup) -> None:
-    kind = group.add_mutually_exclusive_group()
-    kind.add_argument(
-        "--strong",
-        dest="is_weak",
-        action="store_false",
-        default=False,
-        help="keep the script's global batch on all numbers of ranks (default)",
-    )
-    kind.add_argument(
-        "--weak",
-        dest="is_weak",
-        action="store_true",
-        help="multiply the global batch with the ranks: the script's own is that of the lowest "
-        "number",
-    )
