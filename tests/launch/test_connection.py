@@ -44,7 +44,7 @@ def test_hosts_are_released_when_the_last_process_that_was_to_join_cannot_be_sta
     session._membership = SimpleNamespace(
         is_joining=lambda rank: True, lost=lambda rank, how: lost.append((rank, how))
     )
-    session._on_refused(host, {"rank": 1, "reason": "no such folder"})
+    session._on_refused(host, rank=1, reason="no such folder")
     session.close()
     assert lost == [(1, "cannot be started: no such folder")]
     assert sent == ["release"]

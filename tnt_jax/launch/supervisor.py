@@ -276,7 +276,6 @@ _AGAIN_S = 1.0
 # A pipe holds 64 KiB by default and at most 1 MiB; later data comes from a process that is still
 # alive.
 _LAST_PIECES = 16
-FileLike = int | selectors.EpollSelector
 # What `listen` has opened.
 _listeners: list[socket.socket] = []
 
@@ -387,7 +386,12 @@ class Supervisor:
         return [child for child in self._running() if child.rank == rank]
 
     def _watch(
-        self, source: FileLike, events: int, action: Callable[[], None], *, wanted: bool
+        self,
+        source: int | selectors.EpollSelector,
+        events: int,
+        action: Callable[[], None],
+        *,
+        wanted: bool,
     ) -> None:
         watched = source in self._selector.get_map()
         if wanted and not watched:
@@ -428,30 +432,30 @@ class Supervisor:
             return
         for line in self._incoming.feed(data):
             message = json.loads(line)
-            if message["kind"] != "beat":
-                getattr(self, f"_on_{message['kind']}")(message)
+            if (kind := message.pop("kind")) != "beat":
+                getattr(self, f"_on_{kind}")(**message)
         self._heard_at = time.monotonic()
 
-    def _on_ask(self, message: Mapping[str, Any]) -> None:
+    def _on_ask(self, question: str, arguments: Mapping[str, Any]) -> None:
         """Answers a question; this may take long and blocks everything else."""
         try:
-            answer = _ANSWERS[message["question"]](**message["arguments"])
-            self._send("answer", answer=answer)
+            self._send("answer", answer=_ANSWERS[question](**arguments))
         except Exception as error:  # The launcher must learn of any error.
             self._send("answer", error=f"{type(error).__name__}: {error}")
 
-    def _on_start(self, message: Mapping[str, Any]) -> None:
+    def _on_start(
+        self, processes: Sequence[Mapping[str, Any]], silence_s: float | None, stays: bool
+    ) -> None:
         is_first, self._started = not self._started, True
-        self._stays = message["stays"]
-        self._silence_s = message["silence_s"]
-        for process in message["processes"]:
+        self._silence_s, self._stays = silence_s, stays
+        for process in processes:
             try:
                 child = Child(process)
             except OSError as error:
                 self._send("refused", rank=process["rank"], reason=str(error))
                 if self._stays:  # The launcher decides whether the others go on.
                     continue
-                self._stop(0.0)
+                self._on_stop(0.0)
                 return
             self._children[child.pid] = child
             for name, descriptor in child.streams.items():
@@ -461,39 +465,35 @@ class Supervisor:
                 self._selector.register(child.link, selectors.EVENT_READ, hear)
             self._send("started", rank=child.rank, pid=child.pid)
         if self._early is not None:
-            self._on_signal({"signum": self._early})
+            self._on_signal(self._early)
             self._early = None
         # After the first forks, because it makes a thread.
         if is_first:
             self._outbox.beat_for_ever()
 
-    def _on_member(self, message: Mapping[str, Any]) -> None:
-        for child in self._running_as(message["rank"]):
+    def _on_member(self, rank: int, message: str) -> None:
+        for child in self._running_as(rank):
             if child.link is not None:
-                child.tell(message["message"])
+                child.tell(message)
 
-    def _on_kill(self, message: Mapping[str, Any]) -> None:
-        for child in self._running_as(message["rank"]):
+    def _on_kill(self, rank: int) -> None:
+        for child in self._running_as(rank):
             send_signal([child.pid, *descendants(child.pid)], signal.SIGKILL)
 
-    def _on_show(self, message: Mapping[str, Any]) -> None:
-        for child in self._running_as(message["rank"]):
+    def _on_show(self, rank: int) -> None:
+        for child in self._running_as(rank):
             child.shown = frozenset(("stdout", "stderr"))
 
-    def _on_release(self, message: Mapping[str, Any]) -> None:
+    def _on_release(self) -> None:
         self._stays = False
 
-    def _on_signal(self, message: Mapping[str, Any]) -> None:
-        signum = message["signum"]
+    def _on_signal(self, signum: int) -> None:
         if not self._started and signum in NOTICES:
             self._early = signum
         for child in self._running():
             child.signal(signum)
 
-    def _on_stop(self, message: Mapping[str, Any]) -> None:
-        self._stop(message["grace_s"])
-
-    def _stop(self, grace_s: float) -> None:
+    def _on_stop(self, grace_s: float) -> None:
         """Asks all processes to end and sets the time at which they are killed."""
         self._stays = False
         if self._kill_at == math.inf:
@@ -507,7 +507,7 @@ class Supervisor:
             self._connected = False
             self._selector.unregister(self._read_fd)
             self._outbox.close()
-            self._stop(_ABANDONED_GRACE_S)
+            self._on_stop(_ABANDONED_GRACE_S)
 
     # From the processes.
 

@@ -302,8 +302,8 @@ class Session:
 
     def _receive(self, connection: Connection) -> None:
         for message in connection.receive():
-            if message["kind"] != "beat":
-                getattr(self, f"_on_{message['kind']}")(connection, message)
+            if (kind := message.pop("kind")) != "beat":
+                getattr(self, f"_on_{kind}")(connection, **message)
         if connection.closed:
             self._selector.unregister(connection.stdout)
             if not connection.finished:
@@ -337,33 +337,29 @@ class Session:
                 return
         self._fail(1, report)
 
-    def _on_answer(self, connection: Connection, message: Mapping[str, Any]) -> None:
+    def _on_answer(self, connection: Connection, **message: Any) -> None:
         self._answers[connection.host] = message
 
-    def _on_started(self, connection: Connection, message: Mapping[str, Any]) -> None:
-        _logger.info(
-            "Rank %d runs on %s as process %d.", message["rank"], connection.host, message["pid"]
-        )
+    def _on_started(self, connection: Connection, rank: int, pid: int) -> None:
+        _logger.info("Rank %d runs on %s as process %d.", rank, connection.host, pid)
         self._starting -= 1
         if self._starting == 0:
             _logger.debug(
                 "Start-up: starting the processes took %.2f s.", time.monotonic() - self._began_at
             )
 
-    def _on_refused(self, connection: Connection, message: Mapping[str, Any]) -> None:
-        rank, why = message["rank"], message["reason"]
+    def _on_refused(self, connection: Connection, rank: int, reason: str) -> None:
         if (membership := self._open_membership) is not None and membership.is_joining(rank):
             # On a host that has come back, or on another one in its place.
             self._running.pop(rank)
             self._starting -= 1
-            membership.lost(rank, f"cannot be started: {why}")
+            membership.lost(rank, f"cannot be started: {reason}")
             self._release_if_over()
         else:
-            self._fail(1, f"Rank {rank} cannot be started on {connection.host}: {why}")
+            self._fail(1, f"Rank {rank} cannot be started on {connection.host}: {reason}")
 
-    def _on_output(self, connection: Connection, message: Mapping[str, Any]) -> None:
-        data = message["data"].encode("latin-1")
-        self._show(self._write, message["rank"], message["stream"], data)
+    def _on_output(self, connection: Connection, rank: int, stream: str, data: str) -> None:
+        self._show(self._write, rank, stream, data.encode("latin-1"))
 
     def _show(self, write: Callable[..., None], *arguments: Any) -> None:
         """Writes output; ends the job if the output has been closed."""
@@ -375,10 +371,11 @@ class Session:
             self._exit_code = self._exit_code or 128 + self._caught
             self._stop(FAILURE_GRACE_S)
 
-    def _on_exit(self, connection: Connection, message: Mapping[str, Any]) -> None:
+    def _on_exit(self, connection: Connection, **message: Any) -> None:
         rank, code = message["rank"], message["code"]
+        report = failure_report(connection.host, message, shown=self._screen.shows(rank))
         self._running.pop(rank)
-        if self._goes_on_without(rank, code, message):
+        if self._goes_on_without(rank, code, report):
             self._release_if_over()
             return
         self._show(self._screen.finish, rank)
@@ -397,7 +394,6 @@ class Session:
         elif has_lost and self._ended_well and not self._exit_code:
             self._fail(LOST_EXIT_CODE, loss_report(rank, connection.host, self._ended_well))
         elif not is_consequence:
-            report = failure_report(connection.host, message, shown=self._screen.shows(rank))
             self._fail(code, report)
         self._release_if_over()
 
@@ -409,7 +405,7 @@ class Session:
         is_ending = self._exit_code or self._caught is not None or self._give_up_at < math.inf
         return None if is_ending else self._membership
 
-    def _goes_on_without(self, rank: int, code: int, message: Mapping[str, Any]) -> bool:
+    def _goes_on_without(self, rank: int, code: int, report: str) -> bool:
         """Returns whether the others of an elastic job go on after the end of a process."""
         if (membership := self._open_membership) is None:
             return False
@@ -419,7 +415,6 @@ class Session:
         # An error of the script is that of all processes, but for one that has not joined them.
         if code <= 128 and not membership.is_joining(rank):
             return False
-        report = failure_report(self._plans[rank].host, message, shown=self._screen.shows(rank))
         _logger.info("%s", report)
         return membership.lost(rank, how_it_ended(code))
 
@@ -481,9 +476,9 @@ class Session:
     def _send_to_host(self, kind: str, rank: int) -> None:
         self._connections[self._plans[rank].host].send(kind, rank=rank)
 
-    def _on_member(self, connection: Connection, message: Mapping[str, Any]) -> None:
+    def _on_member(self, connection: Connection, rank: int, message: str) -> None:
         if (membership := self._open_membership) is not None:
-            membership.heard(message["rank"], json.loads(message["message"]))
+            membership.heard(rank, json.loads(message))
 
     def _take_preemption(self, rank: int, tail: bytes) -> None:
         """Handles a process that has saved its state and ended: the others do the same."""
@@ -497,14 +492,14 @@ class Session:
         if self._stop_at == math.inf:
             self._stop_at = time.monotonic() + self._grace_period_s
 
-    def _on_asked_to_end(self, connection: Connection, message: Mapping[str, Any]) -> None:
+    def _on_asked_to_end(self, connection: Connection, signum: int) -> None:
         if self._caught is None:
             _logger.warning("%s was asked to end.", connection.host)
-            self._end_by(message["signum"])
+            self._end_by(signum)
 
-    def _on_done(self, connection: Connection, message: Mapping[str, Any]) -> None:
+    def _on_done(self, connection: Connection, leftover: Sequence[int]) -> None:
         connection.finished = True
-        if left := ", ".join(map(str, message["leftover"])):
+        if left := ", ".join(map(str, leftover)):
             say(f"Processes on {connection.host} that cannot be killed: {left}")
 
 
