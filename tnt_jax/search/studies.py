@@ -175,7 +175,18 @@ def optimize(
     errors = (optuna.TrialPruned, *errors)
     if not is_master_rank():
         return _follow(objective, errors, gc_after_trial)
-    lead = _Lead(objective, errors)
+    has_failed = False
+
+    def lead(trial: Any) -> Any:
+        nonlocal has_failed
+        _announce(_Next(is_trial=True))
+        try:
+            return _run_trial(objective, trial, errors)
+        except BaseException as error:
+            # By what ends all processes, so that none waits to be told.
+            has_failed = not isinstance(error, errors)
+            raise
+
     try:
         if callable(study) and not hasattr(study, "optimize"):
             study = study()
@@ -191,7 +202,7 @@ def optimize(
         is_complete = (optuna.trial.TrialState.COMPLETE,)
         best = study.best_trials if study.get_trials(deepcopy=False, states=is_complete) else []
     except BaseException as error:
-        if not lead.has_failed:
+        if not has_failed:
             _announce(_Next(error=f"{type(error).__name__}: {error}"))
         raise
     _announce(_Next(best=best))
@@ -204,23 +215,6 @@ class _Next(NamedTuple):
     is_trial: bool = False
     best: Sequence[Any] = ()
     error: str = ""
-
-
-class _Lead:
-    """The objective on the master; `has_failed` if the trial ended by an error that ends all."""
-
-    def __init__(self, objective: Objective, errors: Errors) -> None:
-        self._objective = objective
-        self._errors = errors
-        self.has_failed = False
-
-    def __call__(self, trial: Any) -> Any:
-        _announce(_Next(is_trial=True))
-        try:
-            return _run_trial(self._objective, trial, self._errors)
-        except BaseException as error:
-            self.has_failed = not isinstance(error, self._errors)
-            raise
 
 
 def _follow(objective: Objective, errors: Errors, gc_after_trial: bool) -> list[Any]:
@@ -244,30 +238,24 @@ def _announce(following: _Next | None) -> _Next:
 
 
 def _run_trial(objective: Objective, trial: Any, errors: Errors) -> Any:
-    """Returns the value of the objective, or raises its error, once all processes have ended it.
-
-    An error that is not one of `errors` is raised at once: as in any script, it ends the process,
-    and with it the others.
-    """
+    """Returns the value of the objective, or raises its error, once all processes have ended it."""
+    # Any other error is raised at once: as in any script, it ends the process, and all others.
     value, error = None, None
     try:
         value = objective(SharedTrial(trial))
     except errors as raised:
         error = raised
     if get_process_count() > 1:
-        _check_outcome("returned a value" if error is None else f"raised {type(error).__name__}")
+        own = "returned a value" if error is None else f"raised {type(error).__name__}"
+        with phases.calling(_CALL):
+            outcomes = meet("end of a trial", own)
+        other = next((number for number, text in enumerate(outcomes) if text != outcomes[0]), None)
+        if other is not None:
+            raise RuntimeError(
+                f"The objective {outcomes[0]} on process 0 and {outcomes[other]} on process "
+                f"{other}, but must end alike on all processes. Decide on pruning by the "
+                "SharedTrial or tnt_jax.callbacks.OptunaPruning."
+            )
     if error is not None:
         raise error
     return value
-
-
-def _check_outcome(own: str) -> None:
-    with phases.calling(_CALL):
-        outcomes = meet("end of a trial", own)
-    other = next((number for number, text in enumerate(outcomes) if text != outcomes[0]), None)
-    if other is not None:
-        raise RuntimeError(
-            f"The objective {outcomes[0]} on process 0 and {outcomes[other]} on process {other}, "
-            "but must end alike on all processes. Decide on pruning by the SharedTrial or "
-            "tnt_jax.callbacks.OptunaPruning."
-        )
