@@ -6,7 +6,7 @@ import pytest
 from ray_clusters import leave_cluster, ray_cluster_of
 
 from tnt_jax.on_ray import node
-from tnt_jax.on_ray.broker import Node, Reservation, _Door, connect, open_doors, reserve
+from tnt_jax.on_ray.broker import Node, _Door, connect, open_doors, reserve
 
 
 def test_the_reason_why_ray_cannot_connect_is_told():
@@ -60,8 +60,7 @@ class Cluster:
         return value
 
     def door(self):
-        held = Reservation([Node("a", 2)], [[{}]], [[0, 1]], group="the group")
-        return _Door(self, self.kind, ["supervise"], held, 0)
+        return _Door(self, self.kind, ["supervise"], Node("a", [{}], [0, 1]), "the group")
 
 
 def test_in_place_of_a_lost_node_a_program_starts_on_another_one():
@@ -96,7 +95,7 @@ def test_a_node_that_is_lost_before_its_actor_has_started_is_not_waited_for():
         ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
         try:
             held = reserve(ray, 2, fewest=1, use_gpus=False, tell=pytest.fail)
-            assert [each.slots for each in held.nodes] == [1, 1]
+            assert [each.bundles for each in held.nodes] == [[0], [1]]
             cluster.remove_node(lost, allow_graceful=False)
             assert open_doors(ray, held, ["true"]) is None
             held = reserve(ray, 2, fewest=1, use_gpus=False, tell=lambda text: None)

@@ -22,8 +22,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
 
 from tnt_jax.on_ray import node
 from tnt_jax.on_ray.relay import HEADER
@@ -40,25 +40,22 @@ _SETTLE_S = 10.0
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the cluster, with the number of processes to start there."""
-
-    name: str
-    slots: int
-
-
-@dataclass(frozen=True)
-class Reservation:
-    """Resources that are reserved; without a placement group, none.
+    """A node of the cluster.
 
     Attributes:
-        actor_options: For each node the options of the actors there, the first of which runs a
-            program.
-        bundles: For each node the bundles of the group there.
+        actor_options: Options of each actor there, the first of which runs a program.
+        bundles: Bundles of the placement group there, one for each process to start; else empty.
     """
 
+    name: str
+    actor_options: list[dict[str, Any]]
+    bundles: list[int]
+
+
+class Reservation(NamedTuple):
+    """Resources that are reserved; without a placement group, none."""
+
     nodes: list[Node]
-    actor_options: list[list[dict[str, Any]]]
-    bundles: list[list[int]]
     group: Any = None
 
 
@@ -84,27 +81,27 @@ def reserve(
     for index in sorted(places, key=int):
         by_node.setdefault(places[index], []).append(int(index))
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-    options = [
-        [
-            {
-                "num_cpus": 1,
-                "num_gpus": int(has_gpus),
-                "scheduling_strategy": strategy(group, placement_group_bundle_index=index),
-            }
+    nodes = []
+    for key, indices in by_node.items():
+        placed = [
+            strategy(group, placement_group_bundle_index=index)
             for index in (indices if has_gpus else indices[:1])
         ]
-        for indices in by_node.values()
-    ]
-    nodes = [Node(names[key], len(indices)) for key, indices in by_node.items()]
-    return Reservation(nodes, options, [*by_node.values()], group)
+        resources = {"num_cpus": 1, "num_gpus": int(has_gpus)}
+        options = [{**resources, "scheduling_strategy": each} for each in placed]
+        nodes.append(Node(names[key], options, indices))
+    return Reservation(nodes, group)
 
 
 def reserve_every_node(ray: Any) -> Reservation:
     """Returns all nodes that are alive, with an actor on each that takes no resources."""
     strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-    names = _names(ray)
-    options = [[{"num_cpus": 0, "scheduling_strategy": strategy(key, soft=False)}] for key in names]
-    return Reservation([Node(name, 1) for name in names.values()], options, [[] for _ in names])
+    return Reservation(
+        [
+            Node(name, [{"num_cpus": 0, "scheduling_strategy": strategy(key, soft=False)}], [])
+            for key, name in _names(ray).items()
+        ]
+    )
 
 
 def _await_group(
@@ -210,14 +207,15 @@ def main() -> None:
         # `ray job stop` sends it to all processes of a job; the launcher, which gets it too, gives
         # the ranks time to save their state, and then ends this process.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        held, doors = _hold(ray, wish, lambda text: _answer(answers, waits=text))
+        doors = _hold(ray, wish, lambda text: _answer(answers, waits=text))
     except BaseException as error:  # The launcher tells its user, whatever it is.
         give_up(f"{error}".strip() or type(error).__name__)
     server = socket.socket(socket.AF_UNIX)
     server.bind(path := f"{folder}/relays")
     server.listen(len(doors))
     threading.Thread(target=_serve, args=(ray, server, doors), daemon=True).start()
-    _answer(answers, nodes=[asdict(each) for each in held.nodes], socket_path=path)
+    nodes = [{"name": door.node.name, "slots": max(1, len(door.node.bundles))} for door in doors]
+    _answer(answers, nodes=nodes, socket_path=path)
 
 
 def connect(ray: Any, address: str, give_up: Callable[[str], NoReturn]) -> None:
@@ -263,7 +261,7 @@ def _answer(answers: Any, **fields: Any) -> None:
     answers.flush()
 
 
-def _hold(ray: Any, wish: Wish, tell: Callable[[str], None]) -> tuple[Reservation, list["_Door"]]:
+def _hold(ray: Any, wish: Wish, tell: Callable[[str], None]) -> list["_Door"]:
     """Reserves nodes, anew if one is lost before it can be used."""
     count, fewest, use_gpus = wish.num_processes, wish.fewest, wish.use_gpus
     while True:
@@ -273,7 +271,7 @@ def _hold(ray: Any, wish: Wish, tell: Callable[[str], None]) -> tuple[Reservatio
             held = reserve(ray, count, fewest=fewest, use_gpus=use_gpus, tell=tell)
         doors = open_doors(ray, held, wish.command)
         if doors is not None:
-            return held, doors
+            return doors
 
 
 class _Door:
@@ -284,11 +282,10 @@ class _Door:
     """
 
     def __init__(
-        self, ray: Any, kind: Any, command: Sequence[str], held: Reservation, index: int
+        self, ray: Any, kind: Any, command: Sequence[str], place: Node, group: Any
     ) -> None:
         self._ray, self._kind, self._command = ray, kind, list(command)
-        self._options, self._bundles = held.actor_options[index], held.bundles[index]
-        self._group = held.group
+        self.node, self._group = place, group
         self._actors = self._made()
         self._turn = threading.Lock()
 
@@ -317,13 +314,13 @@ class _Door:
             return first, self._ray.get(first.start.remote(self._command, variables))
 
     def _made(self) -> list[Any]:
-        return [self._kind.options(**each).remote() for each in self._options]
+        return [self._kind.options(**each).remote() for each in self.node.actor_options]
 
     def _check_together(self) -> None:
         """Raises a RuntimeError if Ray has spread the bundles of the node that was lost."""
-        if len(self._bundles) > 1:
+        if len(self.node.bundles) > 1:
             places = self._ray.util.placement_group_table(self._group)["bundles_to_node_id"]
-            where = {node for bundle, node in places.items() if int(bundle) in self._bundles}
+            where = {node for bundle, node in places.items() if int(bundle) in self.node.bundles}
             if len(where) > 1:
                 raise RuntimeError("Ray has put its processes on several nodes")
 
@@ -337,7 +334,7 @@ def open_doors(ray: Any, held: Reservation, command: Sequence[str]) -> list[_Doo
     ray.cloudpickle.register_pickle_by_value(node)
     groups = {"input": 1, "output": 1, "errors": 1}
     kind = ray.remote(concurrency_groups=groups, max_restarts=0)(node.Program)
-    doors = [_Door(ray, kind, command, held, index) for index in range(len(held.nodes))]
+    doors = [_Door(ray, kind, command, each, held.group) for each in held.nodes]
     everyone = list(itertools.chain(*(door.ask_gpus() for door in doors)))
     while ray.wait(everyone, num_returns=len(everyone), timeout=_LOOK_EVERY_S)[1]:
         group = held.group
