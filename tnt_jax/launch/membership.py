@@ -252,10 +252,8 @@ class Membership:
         self._lost_hosts.add(host)
         self._host_losses[host] += 1
         ranks = [r for r, seat in self._seats.items() if seat.host == host and seat.is_running]
-        goes_on = True
-        for rank in ranks:
-            goes_on = self.lost(rank, f"is out of reach ({reason})") and goes_on
-        return goes_on
+        goes_on = [self.lost(rank, f"is out of reach ({reason})") for rank in ranks]
+        return all(goes_on)
 
     def may_return(self, host: str) -> bool:
         """Returns whether a host that is lost may take part again once it can be reached."""

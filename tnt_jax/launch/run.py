@@ -176,15 +176,13 @@ def run_attempt(
 
 
 def _fewest_processes(options: Options, planned: int) -> int | None:
-    if not options.elastic:
-        return None
     fewest = options.min_processes or 1
-    if fewest > planned:
+    if options.elastic and fewest > planned:
         raise ValueError(
             f"--min-processes ({fewest}) must not be above the number of processes, which is "
             f"{planned}."
         )
-    return fewest
+    return fewest if options.elastic else None
 
 
 def _say_where(attempt: Attempt) -> None:
@@ -213,10 +211,8 @@ def _connect(entry: HostEntry, options: Options) -> Connection:
     if entry.through == "ray":
         returned = "has a node of Ray again"
         return Connection(entry.name, entry.command, is_remote=True, returned=returned)
-    if entry.through == "srun":
-        command = srun_command(entry.name)
-    else:
-        command = ssh_command(entry.name, options.ssh_args)
+    by_ssh = ssh_command(entry.name, options.ssh_args)
+    command = srun_command(entry.name) if entry.through == "srun" else by_ssh
     return Connection(entry.name, command, is_remote=True)
 
 
