@@ -26,21 +26,15 @@ RAY_TRAIN = "Ray Train"
 
 @dataclass(frozen=True)
 class Job:
-    """Settings with which a process joins its job.
+    """Settings with which a process joins its job."""
 
-    Attributes:
-        coordinator_address: `host:port` where process 0 listens.
-        process_id: Number of this process, `0 <= process_id < num_processes`.
-        local_device_ids: Indices, among the visible devices, of those that this process owns; None
-            for all.
-        source: Where this comes from, for messages: "Ray Train", "TNT_*", "TF_CONFIG", "Open MPI",
-            "SLURM" or "Kubernetes".
-    """
-
-    coordinator_address: str
+    coordinator_address: str  # `host:port` where process 0 listens.
     num_processes: int
-    process_id: int
+    process_id: int  # Number of this process, `0 <= process_id < num_processes`.
+    # Indices, among the visible devices, of those that this process owns; None for all.
     local_device_ids: tuple[int, ...] | None
+    # Where this comes from, for messages: `RAY_TRAIN`, "TNT_*", "TF_CONFIG", "Open MPI", "SLURM" or
+    # "Kubernetes".
     source: str
 
     def __post_init__(self) -> None:

@@ -46,43 +46,28 @@ _PAUSE_S = 3.0
 
 
 class Actions(NamedTuple):
-    """What the launcher does for a membership.
+    """What the launcher does for a membership."""
 
-    Attributes:
-        tell: Sends a message, its fields as keywords, to the process of a rank.
-        start: Starts a process in the place of one that was lost.
-        kill: Ends a process at once.
-        show: Shows what a process prints from here on: it has become the master.
-        say: Shows one line to the user.
-        give_up: Ends the attempt as a failure, for a reason.
-    """
-
-    tell: Callable[..., None]
-    start: Callable[[int], None]
-    kill: Callable[[int], None]
-    show: Callable[[int], None]
-    say: Callable[[str], None]
-    give_up: Callable[[str], None]
+    tell: Callable[..., None]  # Sends a message, its fields as keywords, to the process of a rank.
+    start: Callable[[int], None]  # Starts a process in the place of one that was lost.
+    kill: Callable[[int], None]  # Ends a process at once.
+    show: Callable[[int], None]  # Shows what a process prints from here on: it is the master.
+    say: Callable[[str], None]  # Shows one line to the user.
+    give_up: Callable[[str], None]  # Ends the attempt as a failure, for a reason.
 
 
 @dataclass
 class _Seat:
-    """The process of one rank, whichever runs at the moment.
-
-    Attributes:
-        is_in: Whether it belongs to the generation.
-        ready: What it reported of its place, once it waits for the next generation; else empty.
-        heard_at: When it last reported something; None before its first report.
-        losses: Processes of this rank in a row that were lost early.
-    """
+    """The process of one rank, whichever runs at the moment."""
 
     host: str
     started_at: float
     is_running: bool = True
-    is_in: bool = True
+    is_in: bool = True  # Whether it belongs to the generation.
+    # What it reported of its place, once it waits for the next generation; else empty.
     ready: Mapping[str, Any] = field(default_factory=dict)
-    heard_at: float | None = None
-    losses: int = 0
+    heard_at: float | None = None  # When it last reported something; None before it has.
+    losses: int = 0  # Processes of this rank in a row that were lost early.
 
 
 class Membership:

@@ -85,18 +85,12 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt ended.
-
-    Attributes:
-        because: Why it failed, in one line.
-        was_signalled: Whether a signal to the launcher, or the end of its reader, ended it.
-        silent_hosts: Hosts on which processes of the job may still run.
-    """
+    """How an attempt ended."""
 
     code: int
-    because: str = ""
-    was_signalled: bool = False
-    silent_hosts: tuple[str, ...] = ()
+    because: str = ""  # Why it failed, in one line.
+    was_signalled: bool = False  # By a signal to the launcher, or the end of its reader.
+    silent_hosts: tuple[str, ...] = ()  # Those on which processes of the job may still run.
 
 
 def run_attempt(

@@ -91,15 +91,7 @@ def expand(value: str, environ: Mapping[str, str]) -> str:
 
 
 class Child:
-    """A started process with its output pipes.
-
-    Attributes:
-        pid: Its process id, which is also its process group's.
-        streams: File descriptor of each open output pipe, by name ("stdout", "stderr").
-        code: Exit code as a shell states it (128 + signal number), or None while it runs.
-        link: The end of a socket over which a process of an elastic job talks to the launcher.
-        lost_log: Why its log ends before its output, until that has been shown; else empty.
-    """
+    """A started process with its output pipes."""
 
     def __init__(self, process: Mapping[str, Any]) -> None:
         self.rank: int = process["rank"]
@@ -116,6 +108,7 @@ class Child:
             name: _open_stream(process["columns"] if name in process["terminals"] else None)
             for name in self._tails
         }
+        # The ends of a socket over which a process of an elastic job talks to the launcher.
         self.link, link_end = socket.socketpair() if process["is_elastic"] else (None, None)
         write_fds = {name: write_fd for name, (_, write_fd) in pairs.items()}
         try:
@@ -127,10 +120,11 @@ class Child:
                 link_end.close()
         if self.link is not None:
             self.link.setblocking(False)
-        self.pid = self._popen.pid
+        self.pid = self._popen.pid  # Also that of its process group.
+        # The open file descriptors, by name ("stdout", "stderr").
         self.streams = {name: read_fd for name, (read_fd, _) in pairs.items()}
-        self.code: int | None = None
-        self.lost_log = ""
+        self.code: int | None = None  # As a shell states it: 128 + signal number.
+        self.lost_log = ""  # Why its log ends before its output, until that has been shown.
         self._received = Lines()
         self._kept: int | None = None
 

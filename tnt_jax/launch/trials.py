@@ -196,19 +196,13 @@ def lay_out(ranks: int, entries: Sequence[HostEntry], per_host: Sequence[int]) -
 
 @dataclass(frozen=True)
 class Trials:
-    """Runs of a script on numbers of ranks.
+    """Runs of a script on numbers of ranks."""
 
-    Attributes:
-        layouts: Where each number runs, as of `choose_layouts`.
-        limit_s: Seconds that a run may take.
-        wanted: What the script must call.
-    """
-
-    layouts: Mapping[int, Layout]
+    layouts: Mapping[int, Layout]  # Where each number runs, as of `choose_layouts`.
     options: Options
     environ: Mapping[str, str]
-    limit_s: float
-    wanted: str
+    limit_s: float  # Seconds that a run may take.
+    wanted: str  # What the script must call.
 
     def run(self, ranks: int, is_kept: IsKept, **changes: Any) -> Report:
         """Runs the script once, with changes of the options, and keeps the lines that are reported.

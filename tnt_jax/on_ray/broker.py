@@ -40,16 +40,11 @@ _SETTLE_S = 10.0
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the cluster.
-
-    Attributes:
-        actor_options: Options of each actor there, the first of which runs a program.
-        bundles: Bundles of the placement group there, one for each process to start; else empty.
-    """
+    """A node of the cluster."""
 
     name: str
-    actor_options: list[dict[str, Any]]
-    bundles: list[int]
+    actor_options: list[dict[str, Any]]  # Of each actor there, the first of which runs a program.
+    bundles: list[int]  # Those of the placement group there, one for each process to start.
 
 
 class Reservation(NamedTuple):
@@ -171,19 +166,13 @@ def _names(ray: Any) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Wish:
-    """Request of the launcher: a command to run on each node of the cluster at an address.
-
-    Attributes:
-        num_processes: Bundles; None for each node that is alive, without a reservation.
-        fewest: Bundles that are enough if there are no more; None for all of them.
-        use_gpus: Whether each bundle has a GPU, if the cluster has them.
-    """
+    """Request of the launcher: a command to run on each node of the cluster at an address."""
 
     address: str
     command: Sequence[str]
-    num_processes: int | None
-    fewest: int | None
-    use_gpus: bool
+    num_processes: int | None  # Bundles; None for each node that is alive, without a reservation.
+    fewest: int | None  # Bundles that are enough if there are no more; None for all of them.
+    use_gpus: bool  # Whether each bundle has a GPU, if the cluster has them.
 
 
 def main() -> None:

@@ -42,38 +42,24 @@ def cache_dir(environ: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about a host, which calls itself `hostname`.
-
-    Attributes:
-        machine: Identifies the machine, or the container that has a network of its own.
-        own_addresses: The addresses to which that name resolves on the host itself.
-        ssh_address: Address at which the launcher reached the host by ssh, or None.
-        versions: Of tnt-jax, jax and jaxlib; None for what is not installed.
-        cpu_kind: Identifies the instruction set of the processors.
-        processors: Numbers of the processors that the processes may use, those of a core together.
-        gpus: GPUs that the processes may use, spelled as in `CUDA_VISIBLE_DEVICES`.
-        cache_dir: Directory for the user's caches; empty if there is no safe one.
-        package_root: Directory that scripts need in their path to find tnt_jax; None if it is
-            installed.
-        missing: Descriptions of what is missing on the host; empty if nothing is.
-    """
+    """Facts about a host, which calls itself `hostname`."""
 
     hostname: str
-    machine: str
-    own_addresses: tuple[str, ...]
-    ssh_address: str | None
+    machine: str  # Identifies the machine, or the container that has a network of its own.
+    own_addresses: tuple[str, ...]  # Those to which that name resolves on the host itself.
+    ssh_address: str | None  # That at which the launcher reached the host by ssh.
     python: str
-    versions: dict[str, str | None]
-    cpu_kind: str
-    processors: tuple[int, ...]
-    gpus: tuple[str, ...]
+    versions: dict[str, str | None]  # Of tnt-jax, jax and jaxlib; None for what is not installed.
+    cpu_kind: str  # Identifies the instruction set of the processors.
+    processors: tuple[int, ...]  # Those that the processes may use, those of a core together.
+    gpus: tuple[str, ...]  # Those that they may use, spelled as in `CUDA_VISIBLE_DEVICES`.
     has_cuda_jax: bool
     numa_nodes: tuple[int, ...]
     numactl: str | None
-    cache_dir: str
+    cache_dir: str  # For the user's caches; empty if there is no safe one.
     no_cache_because: str
-    package_root: str | None
-    missing: tuple[str, ...]
+    package_root: str | None  # What scripts need in their path to find tnt_jax; None if installed.
+    missing: tuple[str, ...]  # Descriptions of what is missing on the host.
 
     def addresses(self, name: str) -> list[str]:
         """Returns the names and addresses at which others may reach this host, the user's first."""
@@ -176,27 +162,17 @@ PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 
 @dataclass(frozen=True)
 class Examination:
-    """The result of a host's examination, in addition to its `Facts`.
-
-    Attributes:
-        driver, nccl: Versions of the NVIDIA driver and of NCCL's Python package, or None.
-        proxies: Names of the proxy variables that are set.
-        open_files, locked_kb: Limits on what a process may open and lock; None for no limit.
-        shm_mb: Free space of /dev/shm, in MB; None if there is no such directory.
-        token: Content of the file that the launcher has just written to the working directory, or
-            None if it is not there.
-        free_disk_mb: Free space on the disk of the compilation cache, in MB.
-    """
+    """The result of a host's examination, in addition to its `Facts`."""
 
     facts: dict[str, Any]
-    driver: str | None
-    nccl: str | None
-    proxies: list[str]
-    open_files: int | None
-    locked_kb: int | None
-    shm_mb: int | None
-    token: str | None
-    free_disk_mb: int
+    driver: str | None  # Version of the NVIDIA driver.
+    nccl: str | None  # Version of NCCL's Python package.
+    proxies: list[str]  # Names of the proxy variables that are set.
+    open_files: int | None  # Limit on what a process may open; None for no limit.
+    locked_kb: int | None  # Limit on the memory that it may lock; None for no limit.
+    shm_mb: int | None  # Free space of /dev/shm, in MB; None if there is no such directory.
+    token: str | None  # What the launcher has just written to a file in the working directory.
+    free_disk_mb: int  # Free space on the disk of the compilation cache, in MB.
 
 
 def examine(request: Mapping[str, Any], token_file: str) -> dict[str, Any]:

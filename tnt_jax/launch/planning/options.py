@@ -181,32 +181,21 @@ _RUNS: dict[str, Any] = {"scale": Scale, "verify": Verify, "explain": Explain}
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `tnt-jax`, and values that follow from them.
+    """Options of `tnt-jax`, and values that follow from them."""
 
-    Attributes:
-        script: The script to run, or "-m" for the module that is the first of `script_args`; empty
-            with `cleanup`.
-        this_host_only: Whether the user asked for devices of this host, even if a cluster offers
-            more hosts.
-        tune_steps: Steps of each trial of `tnt-jax tune`; None to train.
-        scale, verify, explain: What these commands run; None for others.
-        recording: How a run of it trains, and for how many steps; None if nothing is recorded.
-        is_plan: Whether `tnt-jax plan` shows what a step needs instead of training.
-        interpreter: Words of the command; empty to run the script itself.
-        ray_address: None without Ray.
-        ray_devices: Devices to use there; None for all nodes, of which none is reserved.
-        cleanup: Empty to list jobs; None to run one.
-    """
-
+    # The script to run, or "-m" for the module that is the first argument; empty with `cleanup`.
     script: str
     script_args: tuple[str, ...] = ()
+    # Whether the user asked for devices of this host, even if a cluster offers more hosts.
     this_host_only: bool = False
-    tune_steps: int | None = None
+    tune_steps: int | None = None  # Steps of each trial of `tnt-jax tune`; None to train.
+    # What these commands run; None for others.
     scale: Scale | None = None
     verify: Verify | None = None
     explain: Explain | None = None
+    # How a run of it trains, and for how many steps; None if nothing is recorded.
     recording: tuple[Recording, int] | None = None
-    is_plan: bool = False
+    is_plan: bool = False  # Whether to show what a step needs instead of training.
 
     devices_per_node: int | None = _number(
         "N",
@@ -228,13 +217,16 @@ class Options:
     min_hosts: int | None = _number(
         "M", "start on the hosts that can take part, if these are at least M (default: all)"
     )
+    # None without Ray.
     ray_address: str | None = _option(
         "ADDRESS", "address of the cluster (default: RAY_ADDRESS, or that of this host)"
     )
+    # Devices to use there; None for all nodes, of which none is reserved.
     ray_devices: int | None = None
     min_devices: int | None = _number(
         "M", "with --ray: start on fewer devices than -n if there is room for at least M"
     )
+    # Empty to list jobs; None to run one.
     cleanup: str | None = _option(
         "JOB",
         "end the remains of a job on its hosts; without an id, list jobs",
@@ -276,6 +268,7 @@ class Options:
         "batches between two checkpoints, epoch, or a time such as 30s (default: 60s)",
         type=_save_freq,
     )
+    # Words of the command; empty to run the script itself.
     interpreter: tuple[str, ...] = _option(
         "CMD",
         'command that runs the script; "" runs the script itself',

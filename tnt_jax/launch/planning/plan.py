@@ -31,43 +31,32 @@ _THREADS_OF_LIBRARIES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 
 @dataclass(frozen=True)
 class Launch:
-    """Settings that the processes of a job have in common.
-
-    Attributes:
-        coordinator_address: `host:port` where process 0 listens.
-        environ: The environment of the launcher, which began at `launched_at` seconds since 1970.
-        terminals: Which of the launcher's own streams are terminals: "stdout", "stderr".
-        num_parts: Number of launchers like this one, with as many processes each, that a cluster
-            has started for the job; this is number `part` of them.
-        secret: What only the processes of the job know; empty if several launchers start them.
-    """
+    """Settings that the processes of a job have in common."""
 
     job_id: str
-    coordinator_address: str
+    coordinator_address: str  # `host:port` where process 0 listens.
     cwd: str
-    environ: Mapping[str, str]
-    launched_at: float
-    terminals: tuple[str, ...] = ()
+    environ: Mapping[str, str]  # That of the launcher.
+    launched_at: float  # When the launcher began, in seconds since 1970.
+    terminals: tuple[str, ...] = ()  # Which of its own "stdout" and "stderr" are terminals.
     columns: int = 80
+    # Of so many launchers like this one, with as many processes each, that a cluster has started
+    # for the job, the number of this one.
     num_parts: int = 1
     part: int = 0
     restart_count: int = 0
+    # What only the processes of the job know; empty if several launchers start them.
     secret: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host of the job, by the name that the user gave it.
-
-    Attributes:
-        slots: Number of devices that the hostfile grants on it; None for no limit.
-        is_remote: Whether processes there start from the environment of a login, not from the
-            launcher's.
-    """
+    """A host of the job, by the name that the user gave it."""
 
     name: str
     facts: Facts
-    slots: int | None = None
+    slots: int | None = None  # Devices that the hostfile grants on it; None for no limit.
+    # Whether processes there start from the environment of a login, not from the launcher's.
     is_remote: bool = False
 
 
@@ -82,32 +71,23 @@ class Devices:
 
 @dataclass(frozen=True)
 class Process:
-    """One process to start.
-
-    Attributes:
-        environment: Variables in addition to those of the host.
-        exports: The user's own variables, set after these, with `$NAME` expanded on the host.
-        shown: Which of its streams reach the user's screen: "stdout", "stderr".
-        log_file: File on the host that gets both streams, or None.
-        terminals: Which of its streams are terminals, so that progress bars work: those shown alone
-            on a terminal.
-        processors: Processors of the host on which it runs; empty for any.
-        is_elastic: Whether it talks to the launcher, which forms the job's generations.
-    """
+    """One process to start."""
 
     rank: int
     local_rank: int
     host: str
     command: tuple[str, ...]
     cwd: str
-    environment: Mapping[str, str]
+    environment: Mapping[str, str]  # Variables in addition to those of the host.
+    # The user's own variables, set after these, with `$NAME` expanded on the host.
     exports: tuple[tuple[str, str], ...]
-    shown: tuple[str, ...]
-    log_file: str | None = None
+    shown: tuple[str, ...]  # Which of "stdout" and "stderr" reach the user's screen.
+    log_file: str | None = None  # File on the host that gets both streams.
+    # Which streams are terminals, so that progress bars work: those shown alone on a terminal.
     terminals: tuple[str, ...] = ()
     columns: int = 80
-    processors: tuple[int, ...] = ()
-    is_elastic: bool = False
+    processors: tuple[int, ...] = ()  # Those of the host on which it runs; empty for any.
+    is_elastic: bool = False  # Whether it talks to the launcher, which forms the generations.
 
 
 def choose_devices(hosts: Sequence[Host], options: Options) -> Devices:

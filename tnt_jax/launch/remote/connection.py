@@ -150,14 +150,8 @@ class Outbox:
 class Connection:
     """A running supervisor.
 
-    Attributes:
-        is_remote: Whether there is a network in between, so that silence may mean that the host is
-            lost.
-        returned: What is told of the host when it answers again after it was lost.
-        finished: Whether the supervisor has reported that all processes have ended.
-        heard_at: When its last message came, by `time.monotonic`.
-        stdout: File descriptor of the supervisor's messages.
-        stderr: That of the error output of ssh, the login scripts and the supervisor.
+    It `is_remote` if there is a network in between, so that silence may mean that the host is lost;
+    `returned` is told of the host when it answers again after that.
     """
 
     def __init__(
@@ -170,12 +164,12 @@ class Connection:
     ) -> None:
         self.host = host
         self.is_remote, self.returned = is_remote, returned
-        self.finished = False
+        self.finished = False  # Whether it has reported that all processes have ended.
         self.closed = False
         self._greeted = False
         self._lines = Lines()
         self._complaints = b""
-        self.heard_at = time.monotonic()
+        self.heard_at = time.monotonic()  # When its last message came.
         # A session of its own: Ctrl-C in the terminal reaches only the launcher, which passes it
         # on.
         self._popen = subprocess.Popen(
@@ -190,6 +184,7 @@ class Connection:
         self._streams = (stdin, stdout, stderr)
         for stream in self._streams:
             os.set_blocking(stream.fileno(), False)
+        # File descriptors of its messages, and of what ssh, the login scripts and it complain of.
         self.stdout, self.stderr = stdout.fileno(), stderr.fileno()
         self.outbox = Outbox(stdin.fileno())
 

@@ -29,19 +29,12 @@ _END_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True)
 class HostEntry:
-    """A line of a hostfile.
+    """A line of a hostfile."""
 
-    Attributes:
-        name: The name passed to ssh: a host, an address, an alias of its configuration, user@host.
-        slots: Devices to use there; None if the command line decides.
-        through: What starts processes there: "ssh", "srun" or "ray".
-        command: With "ray", the words of the command that connects to the supervisor there.
-    """
-
-    name: str
-    slots: int | None = None
-    through: str = "ssh"
-    command: tuple[str, ...] = ()
+    name: str  # As passed to ssh: a host, an address, an alias of its configuration, user@host.
+    slots: int | None = None  # Devices to use there; None if the command line decides.
+    through: str = "ssh"  # What starts processes there: "ssh", "srun" or "ray".
+    command: tuple[str, ...] = ()  # With "ray": what connects to the supervisor there.
 
     @property
     def is_local(self) -> bool:

@@ -54,12 +54,7 @@ class HostError(RuntimeError):
 
 
 class Session:
-    """The launcher's event loop over the supervisors of a job.
-
-    Attributes:
-        because: Why the job failed or was preempted, in one line; empty if it was not.
-        has_passed_on: Whether SIGUSR1 or SIGUSR2, which may announce a preemption, has come.
-    """
+    """The launcher's event loop over the supervisors of a job."""
 
     def __init__(
         self,
@@ -92,8 +87,9 @@ class Session:
         self._connect = connect
         self._again_at: dict[str, float] = {}
         self._coming: dict[str, Connection] = {}
+        # Whether SIGUSR1 or SIGUSR2, which may announce a preemption, has come.
         self.has_passed_on = False
-        self.because = ""
+        self.because = ""  # Why the job failed or was preempted, in one line; empty if it was not.
         self._turned_at = time.monotonic()
 
     @property

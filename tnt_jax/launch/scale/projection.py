@@ -21,21 +21,13 @@ _RATES = tuple(1e-3 * 1.02**power for power in range(900))
 
 
 class Links(NamedTuple):
-    """Figures of the links.
+    """Figures of the links."""
 
-    Attributes:
-        gpus_per_host: GPUs, or other ranks, of a host.
-        gpu_gbytes: GB/s of one GPU to its neighbours in the host, each direction.
-        host_gbytes: GB/s of a host to other hosts, each direction, all its cards together.
-        gpu_latency_us: Latency of a hop within a host.
-        host_latency_us: Latency of a hop between hosts.
-    """
-
-    gpus_per_host: int
-    gpu_gbytes: float
-    host_gbytes: float
-    gpu_latency_us: float
-    host_latency_us: float
+    gpus_per_host: int  # GPUs, or other ranks, of a host.
+    gpu_gbytes: float  # GB/s of one GPU to its neighbours in the host, each direction.
+    host_gbytes: float  # GB/s of a host to others, each direction, all its cards together.
+    gpu_latency_us: float  # Latency of a hop within a host.
+    host_latency_us: float  # Latency of a hop between hosts.
 
 
 def all_reduce_ms(mb: float, num_gpus: int, links: Links) -> float:
@@ -84,21 +76,13 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Outer:
-    """The outer updates of groups that train by themselves, as of `tnt_jax.LocalSteps`.
+    """The outer updates of groups that train by themselves, as of `tnt_jax.LocalSteps`."""
 
-    Attributes:
-        ranks: Ranks of a group.
-        every: Steps in which a group sends all of its fragments once.
-        fragments: Their number.
-        delay: Steps that run while a fragment travels.
-        mb: What a group sends to each other one in `every` steps.
-    """
-
-    ranks: int
-    every: int
-    fragments: int
-    delay: int
-    mb: float
+    ranks: int  # Of a group.
+    every: int  # Steps in which a group sends all of its fragments once.
+    fragments: int  # Their number.
+    delay: int  # Steps that run while a fragment travels.
+    mb: float  # What a group sends to each other one in `every` steps.
 
     def host_mb(self, ranks: int, ranks_per_host: int) -> float:
         """Returns what a host sends to others in `every` steps."""

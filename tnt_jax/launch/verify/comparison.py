@@ -21,19 +21,15 @@ from tnt_jax.settings import RECORD_MARK
 
 @dataclass(frozen=True)
 class Step:
-    """What is known after a step, or before the first.
-
-    Attributes:
-        place: Its `epoch` and `batch`, from 0, and `num_rows`; empty before the first step.
-        rows: Checksums of the inputs of each row, and of its targets and weight; None if unknown.
-        arrays: For each array of the state its `digest`, and of floating numbers `eps`, `norm` and
-            `sums`; see `tnt_jax.train.health.recording`.
-    """
+    """What is known after a step, or before the first."""
 
     step: int
-    place: Mapping[str, int]
+    place: Mapping[str, int]  # `epoch` and `batch`, from 0, and `num_rows`; empty before the first.
+    # Checksums of the inputs of each row, and of its targets and weight; None if unknown.
     rows: list[list[int]] | None
     metrics: Mapping[str, list[float]]
+    # For each array of the state its `digest`, and of floating numbers `eps`, `norm` and `sums`;
+    # see `tnt_jax.train.health.recording`.
     arrays: Mapping[str, Mapping[str, Any]]
 
     @property
@@ -49,18 +45,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Recording:
-    """What one run has recorded.
+    """What one run has recorded."""
 
-    Attributes:
-        facts: `ranks`, `processes`, `device`, `versions`, `unit` (the relative error of one
-            rounding), `trained_by` and what else the run reports.
-        left_out: Why it could not run as it was asked for; empty if it has.
-    """
-
+    # `ranks`, `processes`, `device`, `versions`, `unit` (the relative error of one rounding),
+    # `trained_by` and what else the run reports.
     facts: Mapping[str, Any] = field(default_factory=dict)
     start: Step | None = None
     steps: tuple[Step, ...] = ()
-    left_out: str = ""
+    left_out: str = ""  # Why it could not run as it was asked for; empty if it has.
 
     @property
     def ranks(self) -> int:
@@ -136,20 +128,13 @@ _ALIKE, _OFF = 0.02, 0.05
 
 
 class Difference(NamedTuple):
-    """The first step at which two runs differ by more than rounding.
-
-    Attributes:
-        where: The step in words.
-        what: `"rows"`, `"start"`, or the path of the first array or metric that differs.
-        text: What differs, and by how much.
-        causes: What is likely to have made it so, the likeliest first; empty if nothing is known.
-    """
+    """The first step at which two runs differ by more than rounding."""
 
     step: int
-    where: str
-    what: str
-    text: str
-    causes: list[str]
+    where: str  # The step in words.
+    what: str  # `"rows"`, `"start"`, or the path of the first array or metric that differs.
+    text: str  # What differs, and by how much.
+    causes: list[str]  # What is likely to have made it so, the likeliest first, if any is known.
 
 
 class Rounding:
