@@ -51,35 +51,22 @@ _PARTS = {
 
 
 class Part(NamedTuple):
-    """A share of a step.
-
-    Attributes:
-        seconds: What it takes in a step, by round.
-        share: Median of that, of the median step.
-    """
+    """A share of a step."""
 
     name: str
-    seconds: Spread
-    share: float
+    seconds: Spread  # What it takes in a step, by round.
+    share: float  # Median of that, of the median step.
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A cause, and what helps against it.
+    """A cause, and what helps against it."""
 
-    Attributes:
-        cause: Its name, such as `"reading"`.
-        text: What was found.
-        advice: What to change; empty if nothing that was tried has helped.
-        gain: By how much of a step that was measured to help.
-        share: Of a step; findings with a larger one come first.
-    """
-
-    cause: str
-    text: str
-    advice: str = ""
-    gain: Spread | None = None
-    share: float = 0.0
+    cause: str  # Its name, such as `"reading"`.
+    text: str  # What was found.
+    advice: str = ""  # What to change; empty if nothing that was tried has helped.
+    gain: Spread | None = None  # By how much of a step that was measured to help.
+    share: float = 0.0  # Of a step; findings with a larger one come first.
 
     @property
     def line(self) -> str:
@@ -95,15 +82,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Where the time of a step goes.
-
-    Attributes:
-        measured: What the first process of the script has measured.
-        fewer: Examples a second on all ranks, and on half of them, by round, if that was tried.
-    """
+    """Where the time of a step goes."""
 
     script: str
-    measured: Mapping[str, Any]
+    measured: Mapping[str, Any]  # What the first process of the script has measured.
+    # Examples a second on all ranks, and on half of them, by round, if that was tried.
     fewer: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def slowest(self, kind: str) -> list[float] | None:

@@ -21,56 +21,34 @@ MARK = "tnt-jax scale: "
 
 @dataclass(frozen=True)
 class Shares:
-    """Where the time of traced steps went, mean over the processes; together they make 1.
+    """Where the time of traced steps went, mean over the processes; together they make 1."""
 
-    Attributes:
-        compute: Devices computed.
-        communication: Devices only exchanged values, or waited for each other.
-        data: Devices had nothing to do while the host waited for, or prepared, data.
-        host: Devices had nothing to do for another reason.
-    """
-
-    compute: float
-    communication: float
-    data: float
-    host: float
+    compute: float  # Devices computed.
+    communication: float  # Devices only exchanged values, or waited for each other.
+    data: float  # Devices had nothing to do while the host waited for, or prepared, data.
+    host: float  # Devices had nothing to do for another reason.
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of a script has measured.
-
-    Attributes:
-        round: Number of the round, from 0.
-        device: Kind of the devices, as JAX names it.
-        global_batch: Rows of a global batch.
-        steps: Timed steps.
-        rows: Real rows of all timed steps.
-        seconds: What the timed steps took, on the slowest process.
-        shares: Where the time of further steps went, by the profiler.
-        compile_s: What tracing, lowering and compiling took, up to the first timed step.
-        memory_bytes: Most memory of any process: that of its devices if they tell, else its own.
-        memory_of: `"device"` or `"process"`.
-        gradient_bytes: Gradients that the ranks sum in a step.
-        outer: What groups of ranks exchange instead, with `LocalSteps`.
-    """
+    """What one run of a script has measured."""
 
     ranks: int
-    round: int
+    round: int  # Number of the round, from 0.
     hosts: int
     processes: int
-    device: str
-    global_batch: int
-    steps: int
-    rows: int
-    seconds: float
-    shares: Shares
-    compile_s: float
-    memory_bytes: int
-    memory_of: str
-    gradient_bytes: int
+    device: str  # Kind of the devices, as JAX names it.
+    global_batch: int  # Rows of a global batch.
+    steps: int  # Timed steps.
+    rows: int  # Real rows of all timed steps.
+    seconds: float  # What the timed steps took, on the slowest process.
+    shares: Shares  # Where the time of further steps went, by the profiler.
+    compile_s: float  # What tracing, lowering and compiling took, up to the first timed step.
+    memory_bytes: int  # Most memory of any process: of its devices if they tell, else its own.
+    memory_of: str  # `"device"` or `"process"`.
+    gradient_bytes: int  # Gradients that the ranks sum in a step.
     versions: dict[str, str]
-    outer: Outer | None = None
+    outer: Outer | None = None  # What groups of ranks exchange instead, with `LocalSteps`.
 
     @property
     def step_s(self) -> float:
@@ -155,27 +133,22 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Point:
-    """One number of ranks; what is not described here is as of `Run` and `Shares`.
-
-    Attributes:
-        efficiency: Examples a second and rank, divided by those of the first number of ranks in the
-            same round.
-        compute, communication, data, host, compile_s: Medians.
-        memory_bytes: Highest.
-    """
+    """One number of ranks; what is not described here is as of `Run` and `Shares`."""
 
     ranks: int
     global_batch: int
     rounds: int
     examples_per_s: Spread
     step_s: Spread
+    # Examples a second and rank, divided by those of the first number of ranks in the same round.
     efficiency: Spread
+    # Medians.
     compute: float
     communication: float
     data: float
     host: float
     compile_s: float
-    memory_bytes: int
+    memory_bytes: int  # The highest.
     hosts: int
     device: str
     gradient_bytes: int
@@ -211,16 +184,13 @@ def _kept_point(point: Point) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ProjectedPoint:
-    """What a number of ranks is projected to do, that was not measured; see `Point`.
-
-    Attributes:
-        host_mb: What a host sends to others in a step, MB; None in results of earlier versions.
-    """
+    """What a number of ranks is projected to do, that was not measured; see `Point`."""
 
     ranks: int
     step_s: float
     examples_per_s: float
     efficiency: float
+    # What a host sends to others in a step, MB; None in results of earlier versions.
     host_mb: float | None = None
 
     @property
@@ -235,23 +205,15 @@ class ProjectedPoint:
 
 @dataclass(frozen=True)
 class Projection:
-    """A curve beyond what was measured.
+    """A curve beyond what was measured."""
 
-    Attributes:
-        points: Numbers of ranks, increasing.
-        checked_ranks: The largest number of ranks that was measured.
-        error: Projected step there, from the smaller numbers, divided by the measured step, less 1.
-        host_gbit: Rate of a host's link in the model, Gbit/s.
-        overlaps: Whether gradients travel during backpropagation in the model.
-        outer: The outer updates that travel between groups instead, with `LocalSteps`.
-    """
-
-    points: tuple[ProjectedPoint, ...]
-    checked_ranks: int
+    points: tuple[ProjectedPoint, ...]  # Numbers of ranks, increasing.
+    checked_ranks: int  # The largest number of ranks that was measured.
+    # Projected step there, from the smaller numbers, divided by the measured step, less 1.
     error: float
-    host_gbit: float
-    overlaps: bool
-    outer: Outer | None = None
+    host_gbit: float  # Rate of a host's link in the model, Gbit/s.
+    overlaps: bool  # Whether gradients travel during backpropagation in the model.
+    outer: Outer | None = None  # What travels between groups instead, with `LocalSteps`.
 
     def lines(self) -> list[str]:
         """Returns what is projected, as text."""
@@ -280,22 +242,15 @@ class Projection:
 
 @dataclass(frozen=True)
 class Scaling:
-    """How the speed of a script depends on the number of ranks.
-
-    Attributes:
-        is_weak: Whether the global batch grew with the ranks; otherwise it stayed the same.
-        runs: What was measured.
-        failures: Numbers of ranks on which the script did not run, with the reasons.
-        remarks: What else a reader must know.
-        projection: The curve beyond what was measured, if it was asked for.
-    """
+    """How the speed of a script depends on the number of ranks."""
 
     script: str
-    is_weak: bool
-    runs: Sequence[Run]
+    is_weak: bool  # Whether the global batch grew with the ranks; otherwise it stayed the same.
+    runs: Sequence[Run]  # What was measured.
+    # Numbers of ranks on which the script did not run, with the reasons.
     failures: dict[int, str] = field(default_factory=dict)
-    remarks: Sequence[str] = ()
-    projection: Projection | None = None
+    remarks: Sequence[str] = ()  # What else a reader must know.
+    projection: Projection | None = None  # The curve beyond that, if it was asked for.
 
     @property
     def points(self) -> list[Point]:

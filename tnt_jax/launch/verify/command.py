@@ -37,23 +37,14 @@ _WANTED = "a call of fit, or of a distributed step, that trains"
 
 @dataclass(frozen=True)
 class Check:
-    """A run of the script, and how it compares with the reference.
+    """A run of the script, and how it compares with the reference."""
 
-    Attributes:
-        name: The run in words, such as `"4 ranks"`.
-        because: Why it has not run; empty if it has.
-        has_failed: Whether the run failed, rather than being left out.
-        difference: Where it first differs by more than rounding; None if it does not.
-        largest: Largest difference of an update from that of the reference, relative to it.
-        has_equal_bits: Whether all arrays have the same bits after every step.
-    """
-
-    name: str
-    because: str = ""
-    has_failed: bool = False
-    difference: Difference | None = None
-    largest: float = 0.0
-    has_equal_bits: bool = False
+    name: str  # The run in words, such as `"4 ranks"`.
+    because: str = ""  # Why it has not run; empty if it has.
+    has_failed: bool = False  # Whether the run failed, rather than being left out.
+    difference: Difference | None = None  # Where it first differs by more than rounding.
+    largest: float = 0.0  # Largest difference of an update from that of the reference, relative.
+    has_equal_bits: bool = False  # Whether all arrays have the same bits after every step.
 
     @property
     def is_good(self) -> bool:
@@ -79,24 +70,17 @@ def describe(difference: Difference) -> list[str]:
 
 @dataclass(frozen=True, repr=False)
 class Receipt:
-    """What a verification has found.
-
-    Attributes:
-        checksum: Of the script, SHA-256; empty for a module.
-        commit: Of the folder that holds the script, by git, and whether files differ from it; None
-            outside of a repository.
-        reference: The run that others are compared with.
-        rounded: The same from weights that are changed by rounding errors.
-        scaling: Speed and efficiency, if they were measured.
-    """
+    """What a verification has found."""
 
     script: Sequence[str]
-    checksum: str
+    checksum: str  # Of the script, SHA-256; empty for a module.
+    # Of the folder that holds the script, by git, and whether files differ from it; None outside of
+    # a repository.
     commit: str | None
-    reference: Recording
-    rounded: Recording | None
+    reference: Recording  # The run that others are compared with.
+    rounded: Recording | None  # The same from weights that are changed by rounding errors.
     checks: Sequence[Check]
-    scaling: Scaling | None = None
+    scaling: Scaling | None = None  # Speed and efficiency, if they were measured.
 
     @property
     def is_good(self) -> bool:
