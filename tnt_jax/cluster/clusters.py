@@ -103,15 +103,11 @@ def detect_job(environ: Mapping[str, str]) -> Job | None:
     which it inherits from whatever started Ray, does not count. Elsewhere the first of these that
     describes a job of several processes counts: `TNT_*` variables, `TF_CONFIG`, Open MPI (which may
     run inside SLURM), SLURM, Kubernetes. JAX's own `JAX_COORDINATOR_ADDRESS`,
-    `JAX_COORDINATOR_PORT` and `JAX_LOCAL_DEVICE_IDS` override what Open MPI, SLURM and Kubernetes
-    say.
+    `JAX_COORDINATOR_PORT` and `JAX_LOCAL_DEVICE_IDS` override what the last three say. GPUs are
+    counted only where several processes of SLURM or Open MPI share a host and may share its GPUs.
 
-    The GPUs are counted only where several processes of SLURM or Open MPI share a host and may
-    share its GPUs.
-
-    Raises:
-        ValueError: If variables contradict each other, are incomplete, or describe something that
-            cannot be trained on; the message names them.
+    A ValueError names variables that contradict each other, are incomplete, or describe something
+    that cannot be trained on.
     """
     if role() is not None:
         return detect_ray_train()
@@ -380,10 +376,8 @@ def detect_ray_train() -> Job | None:
 
 
 def train_secret() -> bytes:
-    """Returns what only the workers of this process's run know; all of them must call it.
-
-    It travels within Ray, beside the address.
-    """
+    """Returns what only the workers of this process's run know; all of them must call it."""
+    # It travels within Ray, beside the address.
     worker = train_worker()
     assert worker is not None
     return _agreed(worker)[1]

@@ -98,10 +98,7 @@ def cpu_kind() -> str:
 
 
 def numa_nodes() -> list[int]:
-    """Returns the numbers of the host's NUMA nodes; empty if the kernel shows none.
-
-    The command line calls them sockets.
-    """
+    """Returns the host's NUMA nodes, the command line's sockets; empty if the kernel shows none."""
     return sorted(int(path.name[4:]) for path in _NUMA_NODES.glob("node[0-9]*"))
 
 

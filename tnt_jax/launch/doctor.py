@@ -52,17 +52,13 @@ _Judgement = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's table.
-
-    With status "warning" training works, but perhaps not well, with "FAILURE" it does not work. The
-    remedy is empty if all is well.
-    """
+    """One line of the doctor's table."""
 
     host: str
     topic: str
-    status: str
+    status: str  # With "warning" training works, but perhaps not well, with "FAILURE" not at all.
     detail: str
-    remedy: str = ""
+    remedy: str = ""  # Empty if all is well.
 
 
 def doctor(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -441,8 +437,7 @@ def write_report(path: Path, diagnosis: Mapping[str, Any], environ: Mapping[str,
 def shown_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that matter to a job, without passwords and the home directory.
 
-    A value is hidden if the name of its variable sounds like a secret. Variables of other programs
-    are left out.
+    A value is hidden if its name sounds like a secret; variables of other programs are left out.
     """
     of_clusters = {
         name: value for name, value in environ.items() if name.startswith(_PREFIXES_OF_CLUSTERS)

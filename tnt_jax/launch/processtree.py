@@ -100,10 +100,8 @@ def _await_end(find: Callable[[], list[int]], *, kill: bool) -> list[int]:
 
 
 def count_memory_kills() -> int:
-    """Returns how many processes the kernel of this machine has killed for lack of memory so far.
-
-    It counts those that went over the limit of a control group, too.
-    """
+    """Returns how many processes this machine's kernel has killed for lack of memory so far."""
+    # It counts those that went over the limit of a control group, too.
     lines = Path("/proc/vmstat").read_text().splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
@@ -144,8 +142,7 @@ def list_jobs() -> dict[str, list[str]]:
 def end_job(job_id: str, *, force: bool) -> tuple[int, list[str]]:
     """Asks all processes of a job, or of one attempt of it, to end, or kills them.
 
-    Returns:
-        Number of processes found, and those still running after five seconds.
+    Returns the number of processes found, and those still running after five seconds.
     """
     found = _processes_of(job_id)
     send_signal(found, signal.SIGKILL if force else signal.SIGTERM)
@@ -174,9 +171,8 @@ def catch_signals(
 ) -> tuple[int, Callable[[], None]]:
     """Has signals written to a pipe instead of ending this process, and ignores others.
 
-    Returns:
-        The end of the pipe to read, and a function that restores everything; it passes signals that
-        nobody has read on to the handlers from before.
+    Returns the end of the pipe to read, and a function that restores everything; it passes signals
+    that nobody has read on to the handlers from before.
     """
     read_fd, write_fd = os.pipe()
     for descriptor in (read_fd, write_fd):

@@ -105,12 +105,9 @@ def run_attempt(
     """Starts the script on all devices of the hosts, waits for it, and returns how it ended.
 
     `part` is the position of this launcher among several that a cluster has started for one job;
-    None if it is the only one. Output and time limit are as of `Session.run`.
-
-    Raises:
-        ValueError: If the options do not fit the hosts.
-        FileNotFoundError: If a program that an option needs does not exist.
-        HostError: If hosts cannot take part; the message names each with the reason.
+    None if it is the only one. Output and time limit are as of `Session.run`. Raises a ValueError
+    if the options do not fit the hosts, a FileNotFoundError if a program that an option needs does
+    not exist, and a `HostError`, which names hosts with reasons, if they cannot take part.
     """
     entries = attempt.entries
     launched_at, began = time.time(), time.monotonic()
@@ -364,16 +361,10 @@ class _Signalled(BaseException):
 def run_with_restarts(options: Options, environ: Mapping[str, str]) -> int:
     """Runs a job, starts it again after failures, and returns the exit code of the last attempt.
 
-    The launcher does not know how far a job has come: the script itself goes on from its last
-    checkpoint. `max_restarts` limits the restarts; starts that found too few hosts count.
-
-    Returns:
-        The exit code of the last attempt that ran (`Session.run`); 75 if a signal came between two
-        attempts.
-
-    Raises:
-        ValueError, FileNotFoundError, HostError: As `run_attempt` at the first start.
-        KeyboardInterrupt: At Ctrl-C between two attempts.
+    That is 75 if a signal came between two attempts, where Ctrl-C raises a KeyboardInterrupt. The
+    launcher does not know how far a job has come: the script itself goes on from its last
+    checkpoint. `max_restarts` limits the restarts; starts that found too few hosts count. Raises
+    what `run_attempt` raises at the first start.
     """
     run = partial(run_attempt, options=options, environ=environ)
     with taking_hosts(options, environ) as read_hosts:

@@ -129,10 +129,7 @@ class Child:
         self._kept: int | None = None
 
     def read(self, name: str) -> bytes | None:
-        """Returns the data of a stream without Gloo's greetings.
-
-        Returns b"" if there is none yet, and None if the stream has ended or was closed.
-        """
+        """Returns data of a stream without Gloo's greetings; None if it has ended or was closed."""
         try:
             data = os.read(self.streams[name], 65536)
         except BlockingIOError:
@@ -171,10 +168,8 @@ class Child:
         return self._received.feed(data) if data else None
 
     def tell(self, text: str) -> None:
-        """Sends a line to the process over its link.
-
-        One that does not read loses the link, so that it falls silent and the launcher ends it.
-        """
+        """Sends a line to the process over its link."""
+        # One that does not read loses the link, so that it falls silent and the launcher ends it.
         assert self.link is not None
         self.link.settimeout(_TELL_S)
         try:

@@ -207,9 +207,8 @@ class Trials:
     def run(self, ranks: int, is_kept: IsKept, **changes: Any) -> Report:
         """Runs the script once, with changes of the options, and keeps the lines that are reported.
 
-        Raises:
-            Stopped: If a signal has ended it.
-            ValueError, HostError, OSError: If it cannot be started.
+        Raises `Stopped` if a signal has ended it; a ValueError, `HostError` or OSError if it cannot
+        be started.
         """
         layout = self.layouts.get(ranks)
         size = {"ray_devices": ranks} if layout is None else {"devices_per_node": layout.per_host}

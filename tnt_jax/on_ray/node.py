@@ -59,10 +59,8 @@ class Program:
             return
 
     def read(self, start: int, stream: str) -> bytes:
-        """Returns what the program of that start writes to its standard "output", or "errors".
-
-        That is nothing at its end, and once another one was started.
-        """
+        """Returns what the program of that start writes to its standard "output", or "errors"."""
+        # Nothing at its end, and once another one was started.
         if start != self._starts:
             return b""
         assert self._popen is not None
@@ -71,10 +69,8 @@ class Program:
         return os.read(source.fileno(), 1 << 16)
 
     def wait(self, start: int) -> int:
-        """Returns the exit code of the program of that start once it has ended.
-
-        Of one in whose place another was started, that is 1: its launcher has given it up.
-        """
+        """Returns the exit code of the program of that start once it has ended."""
+        # Where another was started in its place, its launcher has given it up.
         if start != self._starts:
             return 1
         assert self._popen is not None

@@ -64,8 +64,7 @@ class RayStorage:
     """Reports of this process to Ray, and the `folder` where checkpoints lie before.
 
     It has the same path on every process. Process 0 writes to it, and the others see what Ray had
-    stored when the job began. `is_over` is set when the training function has ended, and the folder
-    with it.
+    stored when the job began. It ends with the training function, when `is_over` is set.
     """
 
     def __init__(self, folder: Path, claim: Claim | None, worker: TrainWorker | None) -> None:
@@ -127,10 +126,7 @@ class RayStorage:
 
 
 def open_storage() -> RayStorage | None:
-    """Returns the storage of this process's Ray run; None if Ray has not started it.
-
-    All workers call it together.
-    """
+    """Returns the storage of this process's Ray run, for all workers together; None outside Ray."""
     worker = train_worker()
     if worker is not None:
         folder = Path(broadcast(tempfile.mkdtemp(prefix=_PREFIX) if worker.rank == 0 else None))

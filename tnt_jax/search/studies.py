@@ -34,14 +34,10 @@ class SharedTrial:
 
     The master alone talks to Optuna. Each method and property is that of `optuna.trial.Trial`; all
     processes must use it, in the same order, and get what Optuna has told the master. An error of
-    Optuna is raised on all of them.
+    Optuna is raised on all of them, and a TypeError if the master has no trial.
 
     Args:
-        trial: The `optuna.trial.Trial` of the master; of other processes it is not looked at, and
-            may be None.
-
-    Raises:
-        TypeError: On every process, if the master has none.
+        trial: The `optuna.trial.Trial` of the master; on other processes it may be None.
     """
 
     def __init__(self, trial: Any = None) -> None:
@@ -150,7 +146,7 @@ def optimize(
 
     Args:
         study: The `optuna.study.Study`, or a function that makes it, which the master alone calls.
-            Of other processes it is not looked at, and may be None.
+            On other processes it may be None.
         objective: Given a `SharedTrial`, returns the value to optimize, the same on every process,
             or raises `optuna.TrialPruned` on every process.
         n_trials: Trials to run; by default there is no limit.

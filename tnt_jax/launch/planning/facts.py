@@ -79,11 +79,8 @@ def inspect_host(
 ) -> dict[str, Any]:
     """Returns this host's `Facts` as plain data.
 
-    Args:
-        cwd: Directory in which the processes will run.
-        script: The user's script, or "-m" for a module.
-        interpreter: First word of the command that runs it; empty if it is itself a program.
-        environment: Variables that the processes will get in addition to those of the host.
+    The processes will run in the directory `cwd`, with an `environment` in addition to that of the
+    host. The script is "-m" for a module, the interpreter empty if the script is itself a program.
     """
     environ = {**os.environ, **environment}
     hostname = socket.gethostname()
@@ -241,10 +238,7 @@ def find_remedy(host: str, reason: str) -> str:
 
 
 def find_obstacles(facts: Mapping[str, Facts]) -> dict[str, str]:
-    """Returns the reason and the remedy for each host that cannot take part.
-
-    The first host is the one that the others are compared with.
-    """
+    """Returns reason and remedy for each host that cannot take part, compared with the first."""
     reference = next(iter(facts.values()))
     expected = _versions(reference)
     obstacles = {}
@@ -281,11 +275,9 @@ def find_missing_caches(facts: Mapping[str, Facts]) -> list[str]:
 
 
 def find_unreachable(facts: Mapping[str, Facts], device_kind: str) -> dict[str, str]:
-    """Returns the reason and the remedy for each host that others cannot reach by its own name.
-
-    CPU collectives (Gloo) listen on the address of the host's own name and would hang. GPU
-    collectives (NCCL) choose a network card instead.
-    """
+    """Returns the reason and the remedy for each host that others cannot reach by its own name."""
+    # CPU collectives (Gloo) listen on the address of the host's own name and would hang. GPU
+    # collectives (NCCL) choose a network card instead.
     if device_kind != "cpu" or share_machine(facts.values()):
         return {}
     traps = {}

@@ -21,8 +21,7 @@ def fingerprint_line(epoch: int, step: int, arrays: Mapping[str, str]) -> str:
 def first_difference(path: str | Path, other: str | Path) -> str | None:
     """Returns where two fingerprint files first differ, or None if they are equal.
 
-    Only steps that both files have are compared, so that a resumed run can be compared with a whole
-    one.
+    Only steps that both files have are compared, so that one of the runs may have been resumed.
     """
     ours, theirs = _read(path), _read(other)
     common = [step for step in ours if step in theirs]

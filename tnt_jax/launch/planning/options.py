@@ -318,10 +318,8 @@ def parse_options(argv: Sequence[str], *, version: str) -> Options:
     """Returns the options of a command line; prints help or an error and exits where argparse does.
 
     Everything after `--`, or from the first word that is not an option, is the script and its
-    arguments. The first word can be one of `COMMANDS`; for a plan one process has all devices.
-
-    Raises:
-        ValueError: If options contradict each other, or an argument of `-x` is not NAME=VALUE.
+    arguments. The first word can be one of `COMMANDS`; for a plan one process has all devices. A
+    ValueError says that options contradict each other, or an argument of `-x` is not NAME=VALUE.
     """
     command = argv[0] if argv and argv[0] in COMMANDS else ""
     words = list(argv[1:] if command else argv)

@@ -96,11 +96,8 @@ def choose_devices(hosts: Sequence[Host], options: Options) -> Devices:
     Without a number, a host contributes all its GPUs, or one CPU process if no host has GPUs. With
     a number, it contributes that many GPUs, or that many CPU processes if no host has enough GPUs.
     A warning says that CPUs replace GPUs, unless the user asked for CPUs, or the hosts have neither
-    GPUs nor a JAX that supports them.
-
-    Raises:
-        ValueError: If the hostfile and the options give different numbers, or if only some hosts
-            have the GPUs.
+    GPUs nor a JAX that supports them. Raises a ValueError if the hostfile and the options give
+    different numbers, or if only some hosts have the GPUs.
     """
     wanted = [_wanted(host, options) for host in hosts]
     if not options.use_gpus:
@@ -158,9 +155,8 @@ def plan_processes(
 ) -> list[Process]:
     """Returns the processes of a job, host by host, so that neighbouring ranks are on one host.
 
-    Raises:
-        ValueError: If the devices of a host cannot be divided evenly among
-            `options.processes_per_node`, or if processes cannot be pinned to the sockets of a host.
+    Raises a ValueError if the devices of a host cannot be divided evenly among
+    `options.processes_per_node`, or if processes cannot be pinned to the sockets of a host.
     """
     counts = [
         _processes_on(host, number, options)
@@ -304,11 +300,7 @@ def _process_environment(
     device_kind: str,
     is_single_host: bool,
 ) -> dict[str, str]:
-    """Returns the variables of one process in addition to those of its host.
-
-    Variables that divide the machine (threads) or keep caches are defaults: variables that the
-    user's shell sets are kept.
-    """
+    """Returns the variables of one process in addition to those of its host."""
     environ, address, facts = launch.environ, launch.coordinator_address, host.facts
     num_cpu_devices = len(local_devices) if device_kind == "cpu" else 0
     threads = max(1, len(facts.processors) // processes_on_host)
@@ -357,6 +349,7 @@ def task_environment(
 def _defaults(
     facts: Facts, options: Options, environ: Mapping[str, str], threads: int, num_cpu_devices: int
 ) -> dict[str, str]:
+    """Returns what divides the machine (threads) or keeps caches, but not what the shell sets."""
     defaults = {
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",

@@ -41,10 +41,8 @@ def supervisor_command() -> list[str]:
 
 
 def ssh_command(host: str, ssh_args: Sequence[str]) -> list[str]:
-    """Returns the command that runs the supervisor on another host.
-
-    ssh uses the first value of an option, which is the user's.
-    """
+    """Returns the command that runs the supervisor on another host."""
+    # ssh uses the first value of an option, which is the user's.
     settings = "BatchMode=yes ConnectTimeout=10 ServerAliveInterval=5 ServerAliveCountMax=2"
     options = ["-T", *(word for setting in settings.split() for word in ("-o", setting))]
     return ["ssh", *ssh_args, *options, "--", host, "exec " + shlex.join(supervisor_command())]
@@ -57,10 +55,7 @@ def srun_command(host: str) -> list[str]:
 
 
 def encode(kind: str, **fields: Any) -> bytes:
-    """Returns the line for one message.
-
-    The bytes of a process's output are sent as Latin-1 text, which is lossless.
-    """
+    """Returns the line for one message; a process's output is sent as Latin-1, without loss."""
     return json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode() + b"\n"
 
 
@@ -131,12 +126,10 @@ class Outbox:
             self.is_closed = True
 
     def beat_for_ever(self) -> None:
-        """Sends regular heartbeats from a thread of its own, whatever the other threads wait for.
+        """Sends regular heartbeats from a thread of its own, whatever other threads wait for."""
 
-        The other side must not take this one for dead while it waits for a full terminal, a pager
-        or a slow file system.
-        """
-
+        # The other side must not take this one for dead while it waits for a full terminal, a pager
+        # or a slow file system.
         def beat() -> None:
             while not self.is_closed:
                 if not self._waiting:

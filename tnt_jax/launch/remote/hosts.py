@@ -110,11 +110,10 @@ def _parse_line(words: list[str], where: str) -> HostEntry:
 
 
 class RayNodes:
-    """Nodes of a Ray cluster, held for one attempt of a job at a time.
+    """Nodes of a Ray cluster, held for one attempt of a job at a time; `wait_s` limits the wait.
 
     Whatever ends this process, Ray frees what it holds and ends what runs there. Without
-    `options.ray_devices` all nodes that are alive are used, without reserving them; `wait_s` limits
-    the wait for room.
+    `options.ray_devices` all nodes that are alive are used, without reserving them.
     """
 
     def __init__(self, options: Options, *, wait_s: float | None = None) -> None:

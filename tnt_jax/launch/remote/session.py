@@ -159,11 +159,8 @@ class Session:
 
         Their output is passed to `write`, by default shown on the launcher's screen. An elastic job
         goes on with `at_least` processes, without those that are lost or silent for `silence_s`.
-
-        Returns:
-            0 if all processes succeeded; 75 if they saved their state because of a signal; 128 +
-            signal number if a signal ended the job otherwise; else the exit code of the first
-            process that failed.
+        Returns 0 if all succeeded; 75 if they saved their state because of a signal; 128 + signal
+        number if a signal ended the job otherwise; else the exit code of the first that failed.
         """
         self._screen = Screen([] if write else processes)
         self._write = write or self._screen.write

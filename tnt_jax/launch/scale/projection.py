@@ -31,10 +31,8 @@ class Links(NamedTuple):
 
 
 def all_reduce_ms(mb: float, num_gpus: int, links: Links) -> float:
-    """Returns how long a sum of `mb` MB (10**6 bytes) over GPUs takes, in ms.
-
-    It is scattered within hosts, summed between them, and gathered within hosts.
-    """
+    """Returns how long a sum of `mb` MB (10**6 bytes) over GPUs takes, in ms."""
+    # It is scattered within hosts, summed between them, and gathered within hosts.
     local = min(num_gpus, links.gpus_per_host)
     num_hosts = -(-num_gpus // links.gpus_per_host)
     within = _ring_ms(mb, local, links.gpu_gbytes, links.gpu_latency_us)
@@ -120,10 +118,7 @@ class Model:
 
 
 def why_not_projected(hosts: Mapping[int, int], *, link_gbit: float | None) -> str:
-    """Returns why numbers of ranks do not suffice to project and to state an error; or nothing.
-
-    `hosts` are the number of hosts for each number of ranks that is measured.
-    """
+    """Returns why numbers of ranks, on so many hosts, do not suffice to project; or nothing."""
     several = [ranks for ranks, number in hosts.items() if number > 1]
     if len(several) >= (2 if link_gbit is None else 1):
         return ""

@@ -85,8 +85,7 @@ def read_run(kept: dict[str, Any]) -> Run:
 def read_results(text: str, command: str, format: int, key: str) -> dict[str, Any]:
     """Returns the results that a command of `tnt-jax` has written as JSON in a format.
 
-    `key` is a name that the results of no other command have. A ValueError says that the text is
-    something else.
+    No other command writes that `key`. A ValueError says that the text is something else.
     """
     results = json.loads(text)
     if not isinstance(results, dict) or key not in results:
@@ -303,14 +302,8 @@ class Scaling:
     def plot(self, path: str | Path | IO[bytes] | None = None) -> Any:
         """Draws examples a second, and where the time goes, over the number of ranks.
 
-        Args:
-            path: File to write a PNG to; by default none.
-
-        Returns:
-            Matplotlib's figure.
-
-        Raises:
-            ModuleNotFoundError: If Matplotlib is not installed.
+        Returns Matplotlib's figure, which is also written to `path`, as a PNG, if that is given.
+        Raises a ModuleNotFoundError if Matplotlib is not installed.
         """
         from matplotlib.figure import Figure
 
@@ -400,10 +393,8 @@ def continue_curve(
 ) -> Projection:
     """Returns the projection to doubled numbers of ranks, up to `to_ranks`.
 
-    Its error is the one that the same model makes for the largest number of ranks measured.
-
-    Raises:
-        ValueError: If what was measured does not suffice, or goes as far.
+    Its error is the one that the same model makes for the largest number of ranks measured. Raises
+    a ValueError if what was measured does not suffice, or goes as far.
     """
     points = scaling.points
     largest = points[-1]

@@ -152,10 +152,8 @@ def read_receipt(path: str) -> Receipt:
 
 
 def compare_receipts(ours: Receipt, theirs: Receipt) -> tuple[list[str], Difference | None]:
-    """Returns what differs between two receipts besides results, and where training does.
-
-    What rounding explains is that of the one with the coarser numbers.
-    """
+    """Returns what differs between two receipts besides results, and where training does."""
+    # What rounding explains is that of the one with the coarser numbers.
     coarser = max(ours, theirs, key=lambda receipt: receipt.reference.facts["unit"])
     rounding = Rounding(coarser.reference, coarser.rounded)
     pairs = {

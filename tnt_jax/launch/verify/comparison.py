@@ -146,10 +146,8 @@ class Rounding:
         self._largest = {} if rounded is None else _largest_apart(plain, rounded)
 
     def of_change(self, path: str, before: Step, after: Step) -> float:
-        """Returns what rounding explains of the change of an array between two steps.
-
-        What was seen at an earlier step may come again.
-        """
+        """Returns what rounding explains of the change of an array between two steps."""
+        # What was seen at an earlier step may come again.
         earlier = self._largest.get(path, {}).get(after.step, 0.0)
         seen = max(earlier, self._seen(path, before.step, after.step))
         array = after.arrays[path]
@@ -190,10 +188,8 @@ def _largest_apart(plain: Recording, rounded: Recording) -> dict[str, dict[int, 
 
 
 def compare(reference: Recording, other: Recording, rounding: Rounding) -> Difference | None:
-    """Returns where a run first differs from the reference by more than rounding, or None.
-
-    A run that was resumed begins in the middle of the reference.
-    """
+    """Returns where a run first differs from the reference by more than rounding, or None."""
+    # A run that was resumed begins in the middle of the reference.
     assert reference.start is not None and other.start is not None
     if (found := _compare_start(reference, other, rounding)) is not None:
         return found
