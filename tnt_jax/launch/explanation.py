@@ -38,6 +38,7 @@ _SMALL_BYTES = 256 * 1024
 _READ, _BURST = 8, 5.0
 # Seconds of compiling that a cache would spare at each start.
 _LONG_COMPILATION_S = 5.0
+_Times = Sequence[float] | None
 _PARTS = {
     "compiling": "compiling",
     "callbacks": "callbacks and logs",
@@ -194,6 +195,11 @@ class Explanation:
     def _trials(self, what: str) -> list[Mapping[str, Any]]:
         return [trial for trial in self.measured["trials"] if trial["what"] == what]
 
+    def _helping(self, what: str) -> list[Mapping[str, Any]]:
+        """Returns the trials that have helped, the best first."""
+        found = [each for each in self._trials(what) if _gain(each["before"], each["after"])]
+        return sorted(found, key=lambda trial: statistics.median(trial["after"]))
+
     def _is_large(self, name: str) -> bool:
         seconds = self._seconds().get(name, [])
         is_sure = sum(value > 0 for value in seconds) >= _SURE * len(seconds)
@@ -203,12 +209,12 @@ class Explanation:
         if self._is_large("compiling"):
             yield _tried(
                 "recompilation",
+                self._share("compiling"),
                 f"Programs are compiled while steps run, because batches come in "
                 f"{self.measured['num_shapes']} shapes: {'; '.join(self.measured['shapes'])}.",
                 "Pad them to a few shapes",
                 self.slowest("as is"),
                 self.slowest("kept batches"),
-                share=self._share("compiling"),
             )
 
     def _of_callbacks(self) -> Iterator[Finding]:
@@ -228,19 +234,18 @@ class Explanation:
             )
             advice = "Do it once in many steps"
             pair = self.slowest("as is"), self.slowest("no callbacks")
-            yield _tried("callback", text, advice, *pair, share=share)
+            yield _tried("callback", share, text, advice, *pair)
             return
-        tried = self._trials("callback")
-        helping = [trial for trial in tried if _gain(trial["before"], trial["after"])]
-        for trial in sorted(helping, key=lambda trial: statistics.median(trial["after"])):
+        tried, helping = self._trials("callback"), self._helping("callback")
+        for trial in helping:
             yield _tried(
                 "callback",
+                share,
                 f"{trial['name']} holds steps up: it acts after each, and waits for the devices "
                 "where it reads the logs.",
                 "Leave it out, or let it act at the end of an epoch",
                 trial["before"],
                 trial["after"],
-                share=share,
             )
         if tried and not helping:
             alone = f"{tried[0]['name']} alone acts after each"
@@ -259,11 +264,11 @@ class Explanation:
                 how = f"but one of {_READ} takes {_ms(most_s)}, and few are read ahead"
             yield _tried(
                 "reading",
+                self._share("reading"),
                 f"Reading a batch takes {_ms(read_s)}, {how}.",
                 "Keep what is read in memory, as dataset.cache() does",
                 self.slowest("no callbacks"),
                 self.slowest("kept batches"),
-                share=self._share("reading"),
             )
         first, step = measured["first_batch_s"], self.step.median
         if first > _SLOW_FIRST_BATCH * max(measured["read_s"], step):
@@ -286,19 +291,18 @@ class Explanation:
         )
         if sums["small"] > sums["number"] / 2:
             text += f"; {sums['small']} of them are below 64 KiB, whose time is that of a start"
-        tried = self._trials("sums")
-        helping = [trial for trial in tried if _gain(trial["before"], trial["after"])]
+        helping = self._helping("sums")
         if not helping:
             if comparison := self.measured.get("comparison"):
                 text += f". {comparison}, so that the compiler chooses what is exchanged"
-            elif tried:
+            elif self._trials("sums"):
                 text += ". No other form of sums that was tried is faster"
             yield Finding("sums", f"{text}.", share=share)
             return
         # A form of sums that rounds gradients is for those who may accept that.
-        best = min(helping, key=lambda each: (not each["exact"], statistics.median(each["after"])))
+        best = min(helping, key=lambda trial: not trial["exact"])
         advice = f"Use {best['name']}{'' if best['exact'] else ', which rounds what is sent'}"
-        yield _tried("sums", f"{text}.", advice, best["before"], best["after"], share=share)
+        yield _tried("sums", share, f"{text}.", advice, best["before"], best["after"])
 
     def _of_links(self) -> Iterator[Finding]:
         """Proposes local steps where links between hosts take much of a step; not tried here."""
@@ -344,7 +348,7 @@ class Explanation:
             advice = f"Start {'one process' if number < 4 else f'{number // 2} processes'}"
             times = {name: [1 / speed for speed in speeds] for name, speeds in self.fewer.items()}
             pair = times.get("all"), times.get("half")
-            yield _tried("sharing", text, advice, *pair, share=self._share("sharing"))
+            yield _tried("sharing", self._share("sharing"), text, advice, *pair)
 
     def _of_rows(self) -> Iterator[Finding]:
         half, whole = self.slowest("half the rows"), self.slowest("no sums")
@@ -370,7 +374,7 @@ class Explanation:
         advice = f"compile(steps_per_execution={number})"
         if name != "fit":
             advice = f"Call {name}.scan with batches of dataset.stacked({number})"
-        yield _tried("small batch", text, advice, fused["before"], fused["after"], share=share)
+        yield _tried("small batch", share, text, advice, fused["before"], fused["after"])
 
     def _of_convolutions(self) -> Iterator[Finding]:
         step = self.step.median
@@ -469,13 +473,7 @@ def _gain(before: Sequence[float], after: Sequence[float]) -> Spread | None:
 
 
 def _tried(
-    cause: str,
-    text: str,
-    advice: str,
-    before: Sequence[float] | None,
-    after: Sequence[float] | None,
-    *,
-    share: float,
+    cause: str, share: float, text: str, advice: str, before: _Times, after: _Times
 ) -> Finding:
     """Returns a finding with advice, if that has helped."""
     gain = None if before is None or after is None else _gain(before, after)
