@@ -443,17 +443,12 @@ def _check_ray(given: argparse.Namespace, command: str) -> None:
             "--ray needs -n, the number of processes, each of which gets a CPU, and a GPU if the "
             "cluster has them: tnt-jax --ray -n 8 -- train.py"
         )
-    others = {
-        "--hostfile": given.hostfile,
-        "--min-hosts": given.min_hosts,
-        "--devices-per-node": given.devices_per_node,
-        "--cleanup": given.cleanup,
-    }
-    wrong = [name for name, value in others.items() if value is not None]
+    others = "hostfile min_hosts devices_per_node cleanup".split()
+    wrong = [name for name in others if getattr(given, name) is not None]
     if wrong:
         raise ValueError(
-            f"{wrong[0]} cannot be used together with --ray, which chooses the nodes and leaves "
-            "nothing behind; --min-devices says on how few devices to start."
+            f"{_spelled(wrong[0])} cannot be used together with --ray, which chooses the nodes and "
+            "leaves nothing behind; --min-devices says on how few devices to start."
         )
     if given.min_devices is not None and given.min_devices > given.num_processes:
         raise ValueError(
