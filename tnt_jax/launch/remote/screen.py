@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TextIO
 
 from tnt_jax.launch.planning.plan import Process
@@ -18,11 +18,11 @@ class Screen:
     progress bars work. If several write, each line begins with its rank, and is cut after 64 KiB.
     """
 
-    def __init__(self, processes: Iterable[Process]) -> None:
-        self._writers: dict[str, list[int]] = {"stdout": [], "stderr": []}
-        for process in processes:
-            for name in process.shown:
-                self._writers[name].append(process.rank)
+    def __init__(self, processes: Sequence[Process]) -> None:
+        self._writers = {
+            name: [process.rank for process in processes if name in process.shown]
+            for name in ("stdout", "stderr")
+        }
         self._lines = {
             (name, rank): Lines(_LONGEST_LINE_BYTES)
             for name, ranks in self._writers.items()
