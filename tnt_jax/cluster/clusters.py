@@ -125,13 +125,8 @@ def _detect_tnt(environ: Mapping[str, str]) -> Job | None:
     if settings.coordinator_address is None:
         return None
     assert settings.num_processes is not None and settings.process_id is not None
-    return Job(
-        settings.coordinator_address,
-        settings.num_processes,
-        settings.process_id,
-        given_devices(environ),
-        "TNT_*",
-    )
+    place = settings.coordinator_address, settings.num_processes, settings.process_id
+    return Job(*place, given_devices(environ), "TNT_*")
 
 
 def _detect_tf_config(environ: Mapping[str, str]) -> Job | None:

@@ -17,14 +17,7 @@ from tnt_jax.launch.processtree import adopt_orphans, kill_descendants, leave_or
 from tnt_jax.launch.remote.hosts import LOCALHOST, HostEntry
 from tnt_jax.launch.remote.screen import discard, say
 from tnt_jax.launch.remote.session import HostError
-from tnt_jax.launch.run import (
-    Attempt,
-    check,
-    clean_up,
-    new_job_id,
-    run_attempt,
-    run_with_restarts,
-)
+from tnt_jax.launch.run import Attempt, check, clean_up, new_job_id, run_attempt, run_with_restarts
 from tnt_jax.launch.supervisor import expand
 from tnt_jax.launch.trials import Stopped, run_explain, run_scale
 from tnt_jax.launch.verify.command import run_verify, verify_receipts
@@ -50,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return fingerprint(words[1:])
         if words[:1] == ["verify"] and words[1:] and all(w.endswith(".json") for w in words[1:]):
             return verify_receipts(words[1:])
-        options = parse_options(words, version=_version())
+        installed = package_version("tnt-jax") or "(not installed)"
+        version = f"tnt-jax {installed} from {Path(__file__).parents[1]}"
+        options = parse_options(words, version=version)
         _start_log(options)
         return _dispatch(options, os.environ)
     except HostError as error:
@@ -126,11 +121,6 @@ def _become_task(job: Job, options: Options, environ: Mapping[str, str]) -> None
     command = script_command(options, cwd)
     leave_orphans()
     os.execvpe(command[0], command, {**environment, "TNT_TASK_PID": str(os.getpid())})
-
-
-def _version() -> str:
-    installed = package_version("tnt-jax") or "(not installed)"
-    return f"tnt-jax {installed} from {Path(__file__).parents[1]}"
 
 
 def _start_log(options: Options) -> None:

@@ -265,6 +265,7 @@ _AGAIN_S = 1.0
 # A pipe holds 64 KiB by default and at most 1 MiB; later data comes from a process that is still
 # alive.
 _LAST_PIECES = 16
+FileLike = int | selectors.EpollSelector
 # What `listen` has opened.
 _listeners: list[socket.socket] = []
 
@@ -316,8 +317,7 @@ class Supervisor:
     """The event loop of one host."""
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
-        self._read_fd = read_fd
-        self._write_fd = write_fd
+        self._read_fd, self._write_fd = read_fd, write_fd
         self._selector = selectors.DefaultSelector()
         self._outputs = selectors.EpollSelector()
         self._incoming = Lines()
@@ -375,12 +375,7 @@ class Supervisor:
         return [child for child in self._running() if child.rank == rank]
 
     def _watch(
-        self,
-        source: int | selectors.EpollSelector,
-        events: int,
-        action: Callable[[], None],
-        *,
-        wanted: bool,
+        self, source: FileLike, events: int, action: Callable[[], None], *, wanted: bool
     ) -> None:
         watched = source in self._selector.get_map()
         if wanted and not watched:

@@ -347,9 +347,7 @@ class _Channel:
     """Carries the three streams of the program on one node."""
 
     def __init__(self, ray: Any, peer: socket.socket, door: _Door) -> None:
-        self._ray = ray
-        self._peer = peer
-        self._door = door
+        self._ray, self._peer, self._door = ray, peer, door
         self._actor: Any = None
         self._lock = threading.Lock()
 

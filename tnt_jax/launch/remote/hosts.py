@@ -117,8 +117,7 @@ class RayNodes:
     """
 
     def __init__(self, options: Options, *, wait_s: float | None = None) -> None:
-        self._options = options
-        self._wait_s = wait_s
+        self._options, self._wait_s = options, wait_s
         self._broker: subprocess.Popen[bytes] | None = None
 
     def take(self) -> list[HostEntry]:

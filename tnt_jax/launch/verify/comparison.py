@@ -359,11 +359,7 @@ def _text(ours: _Pair, theirs: _Pair, differing: Sequence[str], rounding: Roundi
 
 
 def _causes(
-    other: Recording,
-    ours: _Pair,
-    theirs: _Pair,
-    differing: Sequence[str],
-    earlier: Sequence[Step],
+    other: Recording, ours: _Pair, theirs: _Pair, differing: Sequence[str], earlier: Sequence[Step]
 ) -> Iterator[str]:
     """Yields what is likely to have made arrays differ, although the rows are the same."""
     if (factor := _factor(ours, theirs, differing)) is not None:
