@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -51,18 +52,12 @@ def descendants(pid: int) -> list[int]:
 def processes_of_jobs() -> list[tuple[int, str]]:
     """Returns (process id, id of the job) of this user's processes that belong to one."""
     prefix = b"TNT_JOB_ID="
-    found = []
-    for pid, _ in _all_processes():
-        try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes()
-        except (PermissionError, FileNotFoundError, ProcessLookupError):
-            continue  # It belongs to another user, or has ended.
-        found += [
-            (pid, entry[len(prefix) :].decode())
-            for entry in environment.split(b"\0")
-            if entry.startswith(prefix)
-        ]
-    return found
+    return [
+        (pid, entry[len(prefix) :].decode())
+        for pid, _ in _all_processes()
+        for entry in _read(pid, "environ").split(b"\0")
+        if entry.startswith(prefix)
+    ]
 
 
 def send_signal(pids: Iterable[int], signum: int) -> None:
@@ -74,12 +69,8 @@ def send_signal(pids: Iterable[int], signum: int) -> None:
 
 def is_handled(pid: int, signum: int) -> bool:
     """Returns whether a process has a handler for a signal."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
-    return bool(int(caught, 16) >> (signum - 1) & 1)
+    caught = re.search(rb"^SigCgt:\s*(\w+)", _read(pid, "status"), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (signum - 1) & 1)
 
 
 def kill_descendants(pid: int) -> list[int]:
@@ -119,16 +110,20 @@ def reap_orphans() -> None:
 def _all_processes() -> list[tuple[int, int]]:
     """Returns (process id, parent's id) of every process, without zombies."""
     found = []
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            stat = Path(f"/proc/{name}/stat").read_text(errors="replace")
-            # The command name is in parentheses and may itself contain spaces and parentheses.
-            state, parent = stat.rpartition(")")[2].split()[:2]
-            if state not in "ZX":
-                found.append((int(name), int(parent)))
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        # The command name is in parentheses and may itself contain spaces and parentheses.
+        words = _read(pid, "stat").rpartition(b")")[2].split()
+        if words and words[0] not in b"ZX":
+            found.append((pid, int(words[1])))
     return found
+
+
+def _read(pid: int, name: str) -> bytes:
+    """Returns what /proc tells of a process; nothing if it has ended, or is another user's."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except (PermissionError, FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def list_jobs() -> dict[str, list[str]]:
@@ -159,11 +154,8 @@ def _processes_of(job_id: str) -> list[int]:
 
 
 def _command(pid: int) -> str:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-    except (FileNotFoundError, ProcessLookupError):
-        return "(has ended)"
-    return words.decode(errors="replace").strip()
+    words = _read(pid, "cmdline").replace(b"\0", b" ")
+    return words.decode(errors="replace").strip() or "(has ended)"
 
 
 def catch_signals(
