@@ -4,7 +4,6 @@ import hashlib
 import os
 import platform
 import re
-import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,15 +53,13 @@ def visible_gpus(physical: int, visible_devices: str | None) -> list[str]:
 
 
 def _count_with_nvidia_smi() -> int | None:
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return None
+    command = ["nvidia-smi", "-L"]
     try:
         # The driver can take many seconds to wake up where persistence mode is off.
         listed = subprocess.run(
-            [command, "-L"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30
         )
-    except subprocess.TimeoutExpired:
+    except (OSError, subprocess.TimeoutExpired):
         return None
     found = re.findall(r"^GPU \d+:", listed.stdout, flags=re.MULTILINE)
     return None if listed.returncode else len(found)
