@@ -25,7 +25,7 @@ def connect(before="", *, host="h"):
     connection = Connection(
         host, ["sh", "-c", f"{before}\nexec {shlex.join(supervisor_command())}"], is_remote=True
     )
-    return connection, Session([connection], grace_period_s=1)
+    return connection, Session([host], lambda host: connection, grace_period_s=1)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def close():
 def test_hosts_are_released_when_the_last_process_that_was_to_join_cannot_be_started():
     sent, lost = [], []
     host = SimpleNamespace(host="h", finished=False, send=sent.append)
-    session = Session([], grace_period_s=1)
+    session = Session([], connect, grace_period_s=1)
     session._connections, session._running = {"h": host}, {1: "h"}
     session._membership = SimpleNamespace(
         is_joining=lambda rank: True, lost=lambda rank, how: lost.append((rank, how))

@@ -212,9 +212,9 @@ def open_session(entries: Sequence[HostEntry], options: Options) -> Iterator[Ses
     """Connects to all hosts; at the end, however it comes, the supervisors end their processes."""
     by_name = {entry.name: entry for entry in entries}
     session = Session(
-        [_connect(entry, options) for entry in entries],
+        by_name,
+        lambda host: _connect(by_name[host], options),
         grace_period_s=options.grace_period_s,
-        connect=lambda host: _connect(by_name[host], options),
     )
     restore_signals = session.watch_signals()
     try:

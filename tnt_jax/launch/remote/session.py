@@ -57,16 +57,12 @@ class Session:
     """The launcher's event loop over the supervisors of a job."""
 
     def __init__(
-        self,
-        connections: Sequence[Connection],
-        *,
-        grace_period_s: float,
-        connect: Callable[[str], Connection] | None = None,
+        self, hosts: Iterable[str], connect: Callable[[str], Connection], *, grace_period_s: float
     ) -> None:
-        self._connections = {connection.host: connection for connection in connections}
-        self._grace_period_s = grace_period_s
+        self._connect, self._grace_period_s = connect, grace_period_s
+        self._connections = {host: connect(host) for host in hosts}
         self._selector = selectors.DefaultSelector()
-        for connection in connections:
+        for connection in self._connections.values():
             self._hear(connection)
         self._answers: dict[str, Mapping[str, Any]] = {}
         self._starting, self._began_at = 0, 0.0
@@ -82,9 +78,8 @@ class Session:
         # Of an elastic job, with the plan of each of its processes.
         self._membership: Membership | None = None
         self._plans: dict[int, Process] = {}
-        # Connects to a host again; when each that was lost is tried next, and the connections whose
-        # hosts have not answered yet.
-        self._connect = connect
+        # When each host that was lost is tried next, and the connections whose hosts have not
+        # answered yet.
         self._again_at: dict[str, float] = {}
         self._coming: dict[str, Connection] = {}
         # Whether SIGUSR1 or SIGUSR2, which may announce a preemption, has come.
@@ -434,13 +429,13 @@ class Session:
             elif time.monotonic() > again_at:
                 self._drop(self._coming.pop(host, None))
                 del self._again_at[host]
-                if self._connect is not None and membership.may_return(host):
-                    self._try_again(host, self._connect(host))
+                if membership.may_return(host):
+                    self._try_again(host)
 
-    def _try_again(self, host: str, connection: Connection) -> None:
+    def _try_again(self, host: str) -> None:
         self._answers.pop(host, None)
         self._again_at[host] = time.monotonic() + _AGAIN_S
-        self._coming[host] = connection
+        self._coming[host] = connection = self._connect(host)
         self._hear(connection)
         connection.send("ask", question="read_clock", arguments={})
 
