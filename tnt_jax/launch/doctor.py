@@ -238,7 +238,7 @@ def _measure_links(
                 first, second = (processes[other].host for other in measured.pop("pair"))
                 links.append({"from": first, "to": second, **measured})
 
-    code = session.run(processes, write=note, timeout_s=_LINKS_TIMEOUT_S)
+    code = session.run(processes, write=note, timeout_s=_LINKS_TIMEOUT_S).code
     detail, remedy = "one device alone", ""
     if code:
         detail = f"failed with code {code} after {len(links)} pair(s)"

@@ -48,7 +48,7 @@ from tnt_jax.launch.remote.connection import (
 )
 from tnt_jax.launch.remote.hosts import HostEntry, job_hosts, taking_hosts
 from tnt_jax.launch.remote.screen import say
-from tnt_jax.launch.remote.session import HostError, Session, Write
+from tnt_jax.launch.remote.session import Ending, HostError, Session, Write
 from tnt_jax.settings import PREEMPTED_EXIT_CODE
 
 _END_TIMEOUT_S = 10.0
@@ -81,16 +81,6 @@ class Attempt:
     def name(self) -> str:
         """The id that marks the processes of this attempt."""
         return f"{self.job_id}.{self.restart_count}" if self.restart_count else self.job_id
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How an attempt ended."""
-
-    code: int
-    because: str = ""  # Why it failed, in one line.
-    was_signalled: bool = False  # By a signal to the launcher, or the end of its reader.
-    silent_hosts: tuple[str, ...] = ()  # Those on which processes of the job may still run.
 
 
 def run_attempt(
@@ -154,16 +144,13 @@ def run_attempt(
         if attempt.restart_count and session.has_passed_on:
             return Ending(PREEMPTED_EXIT_CODE, was_signalled=True)
         _say_where(attempt)
-        code = session.run(
+        return session.run(
             processes,
             write=write,
             timeout_s=timeout_s,
             at_least=at_least,
             silence_s=int(environ.get("TNT_HEARTBEAT_TIMEOUT_S") or _SILENCE_S),
         )
-        ended = "it was preempted" if code == PREEMPTED_EXIT_CODE else "it ended"
-        because = session.because or f"{ended} with exit code {code}."
-        return Ending(code, because, session.was_ended_by_signal(), tuple(session.silent_hosts))
 
 
 def _fewest_processes(options: Options, planned: int) -> int | None:

@@ -21,10 +21,9 @@ from tnt_jax.launch.planning.plan import choose_devices
 from tnt_jax.launch.remote.connection import Lines
 from tnt_jax.launch.remote.hosts import HostEntry, job_hosts, taking_hosts
 from tnt_jax.launch.remote.screen import Screen, say
-from tnt_jax.launch.remote.session import HostError
+from tnt_jax.launch.remote.session import Ending, HostError
 from tnt_jax.launch.run import (
     Attempt,
-    Ending,
     ask_facts,
     check,
     hosts_of,

@@ -168,7 +168,7 @@ class Examination:
     open_files: int | None  # Limit on what a process may open; None for no limit.
     locked_kb: int | None  # Limit on the memory that it may lock; None for no limit.
     shm_mb: int | None  # Free space of /dev/shm, in MB; None if there is no such directory.
-    token: str | None  # What the launcher has just written to a file in the working directory.
+    token: str | None  # What the launcher wrote to the working directory, if it is there.
     free_disk_mb: int  # Free space on the disk of the compilation cache, in MB.
 
 

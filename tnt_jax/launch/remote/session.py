@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -53,6 +53,16 @@ class HostError(RuntimeError):
         self.reasons = dict(reasons)
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended."""
+
+    code: int
+    because: str = ""  # Why it failed, in one line.
+    was_signalled: bool = False  # By a signal to the launcher, or the end of its reader.
+    silent_hosts: tuple[str, ...] = ()  # Those on which processes of the job may still run.
+
+
 class Session:
     """The launcher's event loop over the supervisors of a job."""
 
@@ -84,23 +94,13 @@ class Session:
         self._coming: dict[str, Connection] = {}
         # Whether SIGUSR1 or SIGUSR2, which may announce a preemption, has come.
         self.has_passed_on = False
-        self.because = ""  # Why the job failed or was preempted, in one line; empty if it was not.
+        self._because = ""  # Why the job failed or was preempted, in one line, if it was.
         self._turned_at = time.monotonic()
 
     @property
     def connections(self) -> list[Connection]:
         """All connections that are open, or were so until they were lost."""
         return [*self._connections.values(), *self._coming.values()]
-
-    @property
-    def silent_hosts(self) -> list[str]:
-        """Hosts that have not said that all processes of the job have ended there."""
-        return [host for host, connection in self._connections.items() if not connection.finished]
-
-    def was_ended_by_signal(self) -> bool:
-        """Returns whether a signal to the launcher, or the end of its reader, ended the job."""
-        has_saved = self._exit_code == PREEMPTED_EXIT_CODE
-        return self._caught is not None or (self.has_passed_on and has_saved)
 
     def close(self) -> None:
         """Ends the event loop for good."""
@@ -149,12 +149,12 @@ class Session:
         timeout_s: float | None = None,
         at_least: int | None = None,
         silence_s: float = 0.0,
-    ) -> int:
+    ) -> Ending:
         """Starts the processes, and returns when all have ended, or were ended after `timeout_s`.
 
         Their output is passed to `write`, by default shown on the launcher's screen. An elastic job
         goes on with `at_least` processes, without those that are lost or silent for `silence_s`.
-        Returns 0 if all succeeded; 75 if they saved their state because of a signal; 128 + signal
+        The code is 0 if all succeeded; 75 if they saved their state because of a signal; 128 + its
         number if a signal ended the job otherwise; else the exit code of the first that failed.
         """
         self._screen = Screen([] if write else processes)
@@ -187,7 +187,14 @@ class Session:
         ):
             self._turn()
             self._keep_time()
-        return self._exit_code
+        code, has_saved = self._exit_code, self._exit_code == PREEMPTED_EXIT_CODE
+        ended = "it was preempted" if has_saved else "it ended"
+        return Ending(
+            code,
+            self._because or f"{ended} with exit code {code}.",
+            self._caught is not None or (self.has_passed_on and has_saved),
+            tuple(connection.host for connection in connections if not connection.finished),
+        )
 
     def _start(self, connection: Connection, processes: Sequence[Process]) -> None:
         connection.send(
@@ -278,7 +285,7 @@ class Session:
             self._exit_code = 128 + self._caught
         else:
             self._exit_code = exit_code
-            self.because = gist(report)
+            self._because = gist(report)
             say(report)
             self._stop(FAILURE_GRACE_S)
 
@@ -476,7 +483,7 @@ class Session:
             say(f"Rank {rank} has saved its state and ended. The same command goes on from there.")
             self._exit_code = PREEMPTED_EXIT_CODE
         # Not all processes say which signal it was.
-        self.because = self.because or preemption_cause(tail)
+        self._because = self._because or preemption_cause(tail)
         if self._stop_at == math.inf:
             self._stop_at = time.monotonic() + self._grace_period_s
 
