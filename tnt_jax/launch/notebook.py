@@ -127,28 +127,23 @@ def _result_of(
     with tempfile.TemporaryDirectory(prefix=f"tnt-jax-{command}-") as folder:
         place = Path(folder, "results")
         launcher = [sys.executable, "-m", "tnt_jax.launch", command, option, str(place)]
-        errors = _run([*launcher, *words])
+        process = subprocess.Popen(
+            [*launcher, *words],
+            env=_environment(os.environ),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        try:
+            errors = process.communicate()[1]
+        except BaseException:
+            process.terminate()
+            process.communicate()
+            raise
         if not (place / name).exists():
             raise RuntimeError(f"Nothing was {what}:\n{errors[-_LAST_CHARACTERS:].strip()}")
         return (place / name).read_text()
-
-
-def _run(command: Sequence[str]) -> str:
-    """Runs a command to its end, and returns its standard error; an interruption ends it."""
-    process = subprocess.Popen(
-        command,
-        env=_environment(os.environ),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    )
-    try:
-        return process.communicate()[1]
-    except BaseException:
-        process.terminate()
-        process.communicate()
-        raise
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
