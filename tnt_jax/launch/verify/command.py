@@ -276,15 +276,14 @@ def _verified(trials: Trials, verify: Verify, folder: str | None) -> Receipt | N
     """Returns what all runs of the script have given; None if the first has not run."""
     steps, lowest, highest = verify.steps, verify.ranks[0], verify.ranks[-1]
     on_lowest = counted(lowest, "rank")
-    reference, because = _record(trials, on_lowest, lowest, "plain", steps)
-    if reference is None:
-        say(f"error: nothing was compared: {because}")
+    reference = _record(trials, on_lowest, lowest, "plain", steps)
+    if reference.failure:
+        say(f"error: nothing was compared: {reference.failure}")
         return None
     name = f"{on_lowest} again, from weights changed by rounding errors"
-    rounded, because = _record(trials, name, lowest, "rounded", steps)
-    checks = [_checked(name, reference, rounded, because, Rounding(reference, rounded))]
-    if not checks[0].is_good:
-        rounded = None
+    recorded = _record(trials, name, lowest, "rounded", steps)
+    checks = [_checked(name, reference, recorded, Rounding(reference, recorded))]
+    rounded = recorded if checks[0].is_good else None
     rounding = Rounding(reference, rounded)
     runs: list[tuple[str, int, Kind]] = [
         *((counted(number, "rank"), number, "plain") for number in verify.ranks[1:]),
@@ -292,8 +291,8 @@ def _verified(trials: Trials, verify: Verify, folder: str | None) -> Receipt | N
         (f"{counted(highest, 'rank')}, optimizer state sharded", highest, "sharded"),
     ]
     for name, ranks, kind in runs if highest > 1 else runs[:-1]:
-        recorded, because = _record(trials, name, ranks, kind, steps)
-        checks.append(_checked(name, reference, recorded, because, rounding))
+        recorded = _record(trials, name, ranks, kind, steps)
+        checks.append(_checked(name, reference, recorded, rounding))
     checks += _with_a_fault(trials, verify, folder, reference, rounding)
     options = trials.options
     return Receipt(
@@ -320,28 +319,25 @@ def _with_a_fault(
         return [Check(name, f"Training ends after {counted(known, 'step')}; see --steps.")]
     killed = f"{on_highest}, killed on purpose after {counted(half, 'step')}"
     steps = verify.steps
-    recorded, because = _record(trials, killed, highest, "killed", steps, checkpoint_dir=folder)
-    if recorded is not None and recorded.left_out:
+    recorded = _record(trials, killed, highest, "killed", steps, checkpoint_dir=folder)
+    if recorded.left_out:
         return [Check(name, recorded.left_out)]
-    if recorded is None or len(recorded.steps) != half:
-        return [Check(name, because or "It has ended before.", has_failed=True)]
+    if len(recorded.steps) != half:
+        return [Check(name, recorded.failure or "It has ended before.", has_failed=True)]
     if (difference := compare(reference, recorded, rounding)) is not None:
         return [Check(name, difference=difference)]
     resumed = f"The same, resumed on {counted(lowest, 'rank')}"
     saved, steps = recorded.steps[-1], verify.steps - half
-    recorded, because = _record(trials, resumed, lowest, "resumed", steps, checkpoint_dir=folder)
-    start = recorded and recorded.start
-    if start and start.step != saved.step:
+    recorded = _record(trials, resumed, lowest, "resumed", steps, checkpoint_dir=folder)
+    if (start := recorded.start) and start.step != saved.step:
         because = f"It goes on after step {start.step}, but was killed after step {saved.step}."
         return [Check(name, because, has_failed=True)]
-    return [_checked(name, reference, recorded, because, rounding)]
+    return [_checked(name, reference, recorded, rounding)]
 
 
-def _checked(
-    name: str, reference: Recording, recorded: Recording | None, because: str, rounding: Rounding
-) -> Check:
-    if recorded is None:
-        return Check(name, because, has_failed=True)
+def _checked(name: str, reference: Recording, recorded: Recording, rounding: Rounding) -> Check:
+    if recorded.failure:
+        return Check(name, recorded.failure, has_failed=True)
     if recorded.left_out:
         return Check(name, recorded.left_out)
     return Check(
@@ -354,17 +350,17 @@ def _checked(
 
 def _record(
     trials: Trials, name: str, ranks: int, kind: Kind, steps: int, **changes: str
-) -> tuple[Recording | None, str]:
+) -> Recording:
     say(f"{name}.")
     try:
         report = trials.run(ranks, _IS_RECORD, recording=(kind, steps), **changes)
     except (HostError, OSError) as error:
-        return None, str(error)
+        return Recording(failure=str(error))
     # Of processes that end as by a kill, one may see that another has gone.
     if report.because and not (kind == "killed" and report.lines):
-        return None, report.because
+        return Recording(failure=report.because)
     recording = read_lines(report.lines)
-    return replace(recording, facts={**recording.facts, "as": kind}), ""
+    return replace(recording, facts={**recording.facts, "as": kind})
 
 
 def _measured(trials: Trials, verify: Verify) -> Scaling | None:

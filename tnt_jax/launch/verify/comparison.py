@@ -53,6 +53,7 @@ class Recording:
     start: Step | None = None
     steps: tuple[Step, ...] = ()
     left_out: str = ""  # Why it could not run as it was asked for; empty if it has.
+    failure: str = ""  # Why the run failed; empty if it has not.
 
     @property
     def ranks(self) -> int:
