@@ -293,9 +293,8 @@ def _tasks_on_this_node(environ: Mapping[str, str], num_nodes: int, num_tasks: i
 
 
 def _gpus_on_this_node(environ: Mapping[str, str]) -> int | None:
-    for name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
-        if environ.get(name):
-            return len(environ[name].split(","))
+    if numbers := environ.get("SLURM_STEP_GPUS") or environ.get("SLURM_JOB_GPUS"):
+        return len(numbers.split(","))
     count = environ.get("SLURM_GPUS_ON_NODE", "")
     return int(count) if count.isdigit() else None
 

@@ -105,5 +105,5 @@ def machine_id(namespace: Literal["net", "pid"]) -> str:
     Hosts that share a kernel, such as containers, are told apart by their namespaces: `"net"` for
     processes that share addresses, `"pid"` for those that can see one another's process ids.
     """
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()}-{os.stat(f'/proc/self/ns/{namespace}').st_ino}"
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot_id}-{os.stat(f'/proc/self/ns/{namespace}').st_ino}"

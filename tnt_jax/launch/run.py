@@ -59,11 +59,8 @@ _SECRET_BYTES = 32
 LONGEST_DELAY_S = 60.0
 """The longest delay before a restart; an attempt that ran longer begins the delays anew."""
 ABANDONED_HOST_S = 8.0
-"""The shortest delay after the loss of a host, which needs this long to end its own processes.
-
-It notices one second later than the launcher at most, gives its processes five seconds, and kills
-them.
-"""
+"""The shortest delay after the loss of a host, which ends its processes within this time."""
+# It notices one second later than the launcher at most, and kills them after five seconds.
 _NEVER_AGAIN = (0, 128 + signal.SIGINT)
 _logger = logging.getLogger("tnt_jax.launch")
 

@@ -68,10 +68,8 @@ class RayStorage:
     """
 
     def __init__(self, folder: Path, claim: Claim | None, worker: TrainWorker | None) -> None:
-        self.folder = folder
-        self._claim = claim
+        self.folder, self._claim, self._worker = folder, claim, worker
         self.name = "the Ray Tune trial" if worker is None else f"the Ray Train run {worker.run}"
-        self._worker = worker
         self._num_reports = 0
         self._pending: Path | None = None
         self._tick = threading.Event()
