@@ -1,6 +1,7 @@
 """Keras's learning-rate schedules, from a step to a rate: its names, arguments and values."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,17 +25,18 @@ class LearningRateSchedule(Recorded):
         raise NotImplementedError(f"{type(self).__name__} must implement __call__(step).")
 
 
+@dataclass(eq=False, repr=False)
 class Constant(LearningRateSchedule):
     """A constant rate."""
 
-    def __init__(self, learning_rate: float) -> None:
-        self.learning_rate = learning_rate
+    learning_rate: float
 
     def __call__(self, step: ArrayLike) -> jax.Array:
         """Returns the rate."""
         return jnp.full((), self.learning_rate, jnp.float32)
 
 
+@dataclass(eq=False, repr=False)
 class ExponentialDecay(LearningRateSchedule):
     """initial * decay_rate^(step / decay_steps).
 
@@ -45,19 +47,14 @@ class ExponentialDecay(LearningRateSchedule):
         staircase: Whether the exponent is rounded down.
     """
 
-    def __init__(
-        self,
-        initial_learning_rate: float,
-        decay_steps: int,
-        decay_rate: float,
-        staircase: bool = False,
-        name: str = "ExponentialDecay",
-    ) -> None:
-        self.initial_learning_rate = initial_learning_rate
-        self.decay_steps = _positive("decay_steps", decay_steps)
-        self.decay_rate = decay_rate
-        self.staircase = staircase
-        self.name = name
+    initial_learning_rate: float
+    decay_steps: int
+    decay_rate: float
+    staircase: bool = False
+    name: str = "ExponentialDecay"
+
+    def __post_init__(self) -> None:
+        _require_positive("decay_steps", self.decay_steps)
 
     def __call__(self, step: ArrayLike) -> jax.Array:
         """Returns the rate at `step`."""
@@ -66,6 +63,7 @@ class ExponentialDecay(LearningRateSchedule):
         )
 
 
+@dataclass(eq=False, repr=False)
 class InverseTimeDecay(LearningRateSchedule):
     """initial / (1 + decay_rate * step / decay_steps).
 
@@ -76,19 +74,14 @@ class InverseTimeDecay(LearningRateSchedule):
         staircase: Whether the number of periods is rounded down.
     """
 
-    def __init__(
-        self,
-        initial_learning_rate: float,
-        decay_steps: int,
-        decay_rate: float,
-        staircase: bool = False,
-        name: str = "InverseTimeDecay",
-    ) -> None:
-        self.initial_learning_rate = initial_learning_rate
-        self.decay_steps = _positive("decay_steps", decay_steps)
-        self.decay_rate = decay_rate
-        self.staircase = staircase
-        self.name = name
+    initial_learning_rate: float
+    decay_steps: int
+    decay_rate: float
+    staircase: bool = False
+    name: str = "InverseTimeDecay"
+
+    def __post_init__(self) -> None:
+        _require_positive("decay_steps", self.decay_steps)
 
     def __call__(self, step: ArrayLike) -> jax.Array:
         """Returns the rate at `step`."""
@@ -97,6 +90,7 @@ class InverseTimeDecay(LearningRateSchedule):
         )
 
 
+@dataclass(eq=False, repr=False)
 class PolynomialDecay(LearningRateSchedule):
     """(initial - end) * (1 - step / decay_steps)^power + end, and `end` after `decay_steps`.
 
@@ -109,21 +103,15 @@ class PolynomialDecay(LearningRateSchedule):
             multiple above the step.
     """
 
-    def __init__(
-        self,
-        initial_learning_rate: float,
-        decay_steps: int,
-        end_learning_rate: float = 1e-4,
-        power: float = 1.0,
-        cycle: bool = False,
-        name: str = "PolynomialDecay",
-    ) -> None:
-        self.initial_learning_rate = initial_learning_rate
-        self.decay_steps = _positive("decay_steps", decay_steps)
-        self.end_learning_rate = end_learning_rate
-        self.power = power
-        self.cycle = cycle
-        self.name = name
+    initial_learning_rate: float
+    decay_steps: int
+    end_learning_rate: float = 1e-4
+    power: float = 1.0
+    cycle: bool = False
+    name: str = "PolynomialDecay"
+
+    def __post_init__(self) -> None:
+        _require_positive("decay_steps", self.decay_steps)
 
     def __call__(self, step: ArrayLike) -> jax.Array:
         """Returns the rate at `step`."""
@@ -137,6 +125,7 @@ class PolynomialDecay(LearningRateSchedule):
         ) * remaining**self.power + self.end_learning_rate
 
 
+@dataclass(eq=False, repr=False)
 class PiecewiseConstantDecay(LearningRateSchedule):
     """Constant rates between boundaries.
 
@@ -148,19 +137,19 @@ class PiecewiseConstantDecay(LearningRateSchedule):
         values: Rates, one more than boundaries.
     """
 
-    def __init__(
-        self, boundaries: Sequence[float], values: Sequence[float], name: str = "PiecewiseConstant"
-    ) -> None:
-        if len(values) != len(boundaries) + 1:
+    boundaries: Sequence[float]
+    values: Sequence[float]
+    name: str = "PiecewiseConstant"
+
+    def __post_init__(self) -> None:
+        self.boundaries, self.values = list(self.boundaries), list(self.values)
+        if len(self.values) != len(self.boundaries) + 1:
             raise ValueError(
-                f"There must be one more value than boundaries, got {len(values)} values for "
-                f"{len(boundaries)} boundaries."
+                f"There must be one more value than boundaries, got {len(self.values)} values for "
+                f"{len(self.boundaries)} boundaries."
             )
-        if list(boundaries) != sorted(boundaries):
-            raise ValueError(f"boundaries must increase, got {list(boundaries)}.")
-        self.boundaries = list(boundaries)
-        self.values = list(values)
-        self.name = name
+        if self.boundaries != sorted(self.boundaries):
+            raise ValueError(f"boundaries must increase, got {self.boundaries}.")
 
     def __call__(self, step: ArrayLike) -> jax.Array:
         """Returns the rate at `step`."""
@@ -168,6 +157,7 @@ class PiecewiseConstantDecay(LearningRateSchedule):
         return jnp.asarray(self.values, jnp.float32)[passed]
 
 
+@dataclass(eq=False, repr=False)
 class CosineDecay(LearningRateSchedule):
     """Half a cosine from the initial rate to `alpha` times it, after an optional linear warm-up.
 
@@ -181,21 +171,15 @@ class CosineDecay(LearningRateSchedule):
         warmup_steps: Length of the warm-up, in steps.
     """
 
-    def __init__(
-        self,
-        initial_learning_rate: float,
-        decay_steps: int,
-        alpha: float = 0.0,
-        name: str = "CosineDecay",
-        warmup_target: float | None = None,
-        warmup_steps: int = 0,
-    ) -> None:
-        self.initial_learning_rate = initial_learning_rate
-        self.decay_steps = _positive("decay_steps", decay_steps)
-        self.alpha = alpha
-        self.name = name
-        self.warmup_target = warmup_target
-        self.warmup_steps = warmup_steps
+    initial_learning_rate: float
+    decay_steps: int
+    alpha: float = 0.0
+    name: str = "CosineDecay"
+    warmup_target: float | None = None
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        _require_positive("decay_steps", self.decay_steps)
 
     def __call__(self, step: ArrayLike) -> jax.Array:
         """Returns the rate at `step`."""
@@ -215,6 +199,7 @@ class CosineDecay(LearningRateSchedule):
         return largest * ((1 - self.alpha) * 0.5 * (1 + jnp.cos(jnp.pi * fraction)) + self.alpha)
 
 
+@dataclass(eq=False, repr=False)
 class CosineDecayRestarts(LearningRateSchedule):
     """Successive half cosines, each `t_mul` times longer and `m_mul` times higher than the last.
 
@@ -228,21 +213,15 @@ class CosineDecayRestarts(LearningRateSchedule):
         alpha: Smallest rate, as a fraction of the initial one.
     """
 
-    def __init__(
-        self,
-        initial_learning_rate: float,
-        first_decay_steps: int,
-        t_mul: float = 2.0,
-        m_mul: float = 1.0,
-        alpha: float = 0.0,
-        name: str = "SGDRDecay",
-    ) -> None:
-        self.initial_learning_rate = initial_learning_rate
-        self.first_decay_steps = _positive("first_decay_steps", first_decay_steps)
-        self.t_mul = t_mul
-        self.m_mul = m_mul
-        self.alpha = alpha
-        self.name = name
+    initial_learning_rate: float
+    first_decay_steps: int
+    t_mul: float = 2.0
+    m_mul: float = 1.0
+    alpha: float = 0.0
+    name: str = "SGDRDecay"
+
+    def __post_init__(self) -> None:
+        _require_positive("first_decay_steps", self.first_decay_steps)
 
     def __call__(self, step: ArrayLike) -> jax.Array:
         """Returns the rate at `step`."""
@@ -274,10 +253,9 @@ def deserialize(config: Any, custom_objects: Mapping[str, Any] | None = None) ->
     return configuration.deserialize(config, "schedules", custom_objects)
 
 
-def _positive(name: str, value: int) -> int:
+def _require_positive(name: str, value: int) -> None:
     if value <= 0:
         raise ValueError(f"{name} must be positive, got {value}.")
-    return value
 
 
 def _periods(step: ArrayLike, decay_steps: int, staircase: bool) -> jax.Array:

@@ -1,6 +1,7 @@
 """Learning rates for large batches: how they grow with the batch, and how training warms up."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ def scale_by_square_root(learning_rate: float, *, batch_size: int, base_batch_si
     return learning_rate * _ratio(batch_size, base_batch_size) ** 0.5
 
 
+@dataclass(eq=False, repr=False)
 class GradualWarmup(LearningRateSchedule):
     """A linear warm-up, step by step, to a constant rate or to the rate of another schedule.
 
@@ -53,20 +55,15 @@ class GradualWarmup(LearningRateSchedule):
         ValueError: If `warmup_steps` is negative.
     """
 
-    def __init__(
-        self,
-        learning_rate: float | Callable[[ArrayLike], ArrayLike],
-        *,
-        warmup_steps: int,
-        initial_learning_rate: float = 0.0,
-        name: str = "GradualWarmup",
-    ) -> None:
-        if warmup_steps < 0:
-            raise ValueError(f"warmup_steps must be at least 0, got {warmup_steps}.")
-        self.learning_rate = learning_rate
-        self.warmup_steps = warmup_steps
-        self.initial_learning_rate = initial_learning_rate
-        self.name = name
+    learning_rate: float | Callable[[ArrayLike], ArrayLike]
+    _: KW_ONLY
+    warmup_steps: int
+    initial_learning_rate: float = 0.0
+    name: str = "GradualWarmup"
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be at least 0, got {self.warmup_steps}.")
 
     def __call__(self, step: ArrayLike) -> jax.Array:
         """Returns the rate at `step`."""
@@ -81,6 +78,7 @@ class GradualWarmup(LearningRateSchedule):
         return jnp.asarray(rate, jnp.float32)
 
 
+@dataclass(eq=False, repr=False)
 class WarmupSteps(LearningRateSchedule):
     """A linear warm-up from 0, then drops at given epochs.
 
@@ -100,27 +98,22 @@ class WarmupSteps(LearningRateSchedule):
             rise.
     """
 
-    def __init__(
-        self,
-        peak: float,
-        *,
-        steps_per_epoch: int,
-        warmup_epochs: float = 5,
-        boundaries: Sequence[float] = (30, 60, 80),
-        multipliers: Sequence[float] = (1.0, 0.1, 0.01, 0.001),
-        name: str = "WarmupSteps",
-    ) -> None:
-        if len(multipliers) != len(boundaries) + 1 or list(boundaries) != sorted(boundaries):
+    peak: float
+    _: KW_ONLY
+    steps_per_epoch: int
+    warmup_epochs: float = 5
+    boundaries: Sequence[float] = (30, 60, 80)
+    multipliers: Sequence[float] = (1.0, 0.1, 0.01, 0.001)
+    name: str = "WarmupSteps"
+
+    def __post_init__(self) -> None:
+        multipliers, boundaries = list(self.multipliers), list(self.boundaries)
+        if len(multipliers) != len(boundaries) + 1 or boundaries != sorted(boundaries):
             raise ValueError(
                 f"There must be one multiplier more than boundaries, and boundaries must rise, "
-                f"but they are {multipliers} and {boundaries}."
+                f"but they are {self.multipliers} and {self.boundaries}."
             )
-        self.peak = peak
-        self.steps_per_epoch = steps_per_epoch
-        self.warmup_epochs = warmup_epochs
-        self.boundaries = list(boundaries)
-        self.multipliers = list(multipliers)
-        self.name = name
+        self.multipliers, self.boundaries = multipliers, boundaries
 
     def __call__(self, step: ArrayLike) -> jax.Array:
         """Returns the rate at `step`."""
@@ -131,6 +124,7 @@ class WarmupSteps(LearningRateSchedule):
         return jnp.where(epoch < self.warmup_epochs, warm, rate)
 
 
+@dataclass(eq=False, repr=False)
 class InverseSquareRoot(LearningRateSchedule):
     """A linear warm-up, then a rate that falls with the square root of the step.
 
@@ -143,13 +137,11 @@ class InverseSquareRoot(LearningRateSchedule):
         warmup_steps: Updates until the rate is highest.
     """
 
-    def __init__(
-        self, factor: float, *, width: int, warmup_steps: int, name: str = "InverseSquareRoot"
-    ) -> None:
-        self.factor = factor
-        self.width = width
-        self.warmup_steps = warmup_steps
-        self.name = name
+    factor: float
+    _: KW_ONLY
+    width: int
+    warmup_steps: int
+    name: str = "InverseSquareRoot"
 
     def __call__(self, step: ArrayLike) -> jax.Array:
         """Returns the rate at `step`, counted from 0."""
