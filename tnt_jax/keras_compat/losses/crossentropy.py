@@ -4,6 +4,7 @@ As in Keras, they are normalised along the classes, and clipped to [1e-7, 1 - 1e
 """
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -263,7 +264,26 @@ def _binary_crossentropy_of_probabilities(y_true: jax.Array, p: jax.Array) -> ja
     return -(y_true * jnp.log(p) + (1 - y_true) * jnp.log(1 - p))
 
 
-class SparseCategoricalCrossentropy(LossFunctionWrapper):
+class _Crossentropy(LossFunctionWrapper):
+    """Has the settings of its function as attributes, as in Keras."""
+
+    from_logits: bool
+    label_smoothing: float
+
+    def __init__(
+        self,
+        fn: Callable[..., jax.Array],
+        reduction: str | None,
+        name: str | None,
+        dtype: Any,
+        **settings: Any,
+    ) -> None:
+        super().__init__(fn, reduction, name, dtype, **settings)
+        vars(self).update(settings)
+        self.expects_probabilities = not self.from_logits
+
+
+class SparseCategoricalCrossentropy(_Crossentropy):
     """Cross-entropy of integer labels [batch, ...] and outputs [batch, ..., classes].
 
     Labels equal to `ignore_class` count neither in the sum nor in the mean; see
@@ -271,6 +291,7 @@ class SparseCategoricalCrossentropy(LossFunctionWrapper):
     """
 
     targets = "class_index"
+    ignore_class: int | None
 
     def __init__(
         self,
@@ -281,16 +302,8 @@ class SparseCategoricalCrossentropy(LossFunctionWrapper):
         name: str | None = "sparse_categorical_crossentropy",
         dtype: Any = None,
     ) -> None:
-        settings: dict[str, Any] = {
-            "from_logits": from_logits,
-            "ignore_class": ignore_class,
-            "axis": axis,
-        }
+        settings = {"from_logits": from_logits, "ignore_class": ignore_class, "axis": axis}
         super().__init__(sparse_categorical_crossentropy, reduction, name, dtype, **settings)
-        self.expects_probabilities = not from_logits
-        self.axis = axis
-        self.from_logits = from_logits
-        self.ignore_class = ignore_class
 
     def valid(self, y_true: Any, y_pred: Any) -> jax.Array | None:
         """Returns which labels are not `ignore_class`, shaped like the values; None for all."""
@@ -299,7 +312,7 @@ class SparseCategoricalCrossentropy(LossFunctionWrapper):
         return class_labels(y_true, y_pred, self.axis) != self.ignore_class
 
 
-class CategoricalCrossentropy(LossFunctionWrapper):
+class CategoricalCrossentropy(_Crossentropy):
     """Cross-entropy of distributions [batch, ..., classes]: `losses.categorical_crossentropy`."""
 
     targets = "distribution"
@@ -313,19 +326,11 @@ class CategoricalCrossentropy(LossFunctionWrapper):
         name: str | None = "categorical_crossentropy",
         dtype: Any = None,
     ) -> None:
-        settings: dict[str, Any] = {
-            "from_logits": from_logits,
-            "label_smoothing": label_smoothing,
-            "axis": axis,
-        }
+        settings = {"from_logits": from_logits, "label_smoothing": label_smoothing, "axis": axis}
         super().__init__(categorical_crossentropy, reduction, name, dtype, **settings)
-        self.expects_probabilities = not from_logits
-        self.axis = axis
-        self.from_logits = from_logits
-        self.label_smoothing = label_smoothing
 
 
-class BinaryCrossentropy(LossFunctionWrapper):
+class BinaryCrossentropy(_Crossentropy):
     """Mean cross-entropy of targets in [0, 1] over `axis`; see `losses.binary_crossentropy`."""
 
     targets = "binary"
@@ -339,22 +344,17 @@ class BinaryCrossentropy(LossFunctionWrapper):
         name: str | None = "binary_crossentropy",
         dtype: Any = None,
     ) -> None:
-        settings: dict[str, Any] = {
-            "from_logits": from_logits,
-            "label_smoothing": label_smoothing,
-            "axis": axis,
-        }
+        settings = {"from_logits": from_logits, "label_smoothing": label_smoothing, "axis": axis}
         super().__init__(binary_crossentropy, reduction, name, dtype, **settings)
-        self.expects_probabilities = not from_logits
-        self.axis = axis
-        self.from_logits = from_logits
-        self.label_smoothing = label_smoothing
 
 
-class BinaryFocalCrossentropy(LossFunctionWrapper):
+class BinaryFocalCrossentropy(_Crossentropy):
     """`BinaryCrossentropy`, less for easy rows; see `losses.binary_focal_crossentropy`."""
 
     targets = "binary"
+    apply_class_balancing: bool
+    alpha: float
+    gamma: float
 
     def __init__(
         self,
@@ -368,26 +368,17 @@ class BinaryFocalCrossentropy(LossFunctionWrapper):
         name: str | None = "binary_focal_crossentropy",
         dtype: Any = None,
     ) -> None:
-        settings: dict[str, Any] = {
-            "from_logits": from_logits,
-            "label_smoothing": label_smoothing,
-            "axis": axis,
-        }
+        settings = {"from_logits": from_logits, "label_smoothing": label_smoothing, "axis": axis}
         settings |= {"apply_class_balancing": apply_class_balancing, "alpha": alpha, "gamma": gamma}
         super().__init__(binary_focal_crossentropy, reduction, name, dtype, **settings)
-        self.expects_probabilities = not from_logits
-        self.axis = axis
-        self.from_logits = from_logits
-        self.label_smoothing = label_smoothing
-        self.apply_class_balancing = apply_class_balancing
-        self.alpha = alpha
-        self.gamma = gamma
 
 
-class CategoricalFocalCrossentropy(LossFunctionWrapper):
+class CategoricalFocalCrossentropy(_Crossentropy):
     """`CategoricalCrossentropy`, less for easy rows: `losses.categorical_focal_crossentropy`."""
 
     targets = "distribution"
+    alpha: float
+    gamma: float
 
     def __init__(
         self,
@@ -400,19 +391,9 @@ class CategoricalFocalCrossentropy(LossFunctionWrapper):
         name: str | None = "categorical_focal_crossentropy",
         dtype: Any = None,
     ) -> None:
-        settings: dict[str, Any] = {
-            "from_logits": from_logits,
-            "label_smoothing": label_smoothing,
-            "axis": axis,
-        }
+        settings = {"from_logits": from_logits, "label_smoothing": label_smoothing, "axis": axis}
         settings |= {"alpha": alpha, "gamma": gamma}
         super().__init__(categorical_focal_crossentropy, reduction, name, dtype, **settings)
-        self.expects_probabilities = not from_logits
-        self.axis = axis
-        self.from_logits = from_logits
-        self.label_smoothing = label_smoothing
-        self.alpha = alpha
-        self.gamma = gamma
 
 
 class KLDivergence(LossFunctionWrapper):
