@@ -23,15 +23,13 @@ from tnt_jax.keras_compat.metrics.base import Metric
 from tnt_jax.train.loops.context import weight_of_real_rows
 from tnt_jax.train.steps.epoch_sums import match_ranks
 
-_TOTAL_AND_COUNT: dict[str, tuple[int, ...]] = {"total": (), "count": ()}
-
 
 class Mean(Metric):
     """Weighted mean of values: `Mean().update_state(values, sample_weight=None)`."""
 
     def __init__(self, name: str | None = "mean", dtype: Any = None) -> None:
         super().__init__(dtype, name)
-        self._declare(_TOTAL_AND_COUNT)
+        self._declare({"total": (), "count": ()})
 
     def increments(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, values: Any, weight: ArrayLike | None = None
@@ -76,7 +74,7 @@ class Sum(Metric):
         self._add(self.increments(values, weight_of_real_rows(sample_weight, values)))
 
 
-class MeanMetricWrapper(Metric):
+class MeanMetricWrapper(Mean):
     """Mean over rows of a function `fn(y_true, y_pred, **kwargs) -> values [rows, ...]`.
 
     Dimensions after the first are averaged within a row, as in Keras. `loss` is that whose values
@@ -90,11 +88,10 @@ class MeanMetricWrapper(Metric):
         dtype: Any = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(dtype, name or getattr(fn, "name", None) or getattr(fn, "__name__", None))
+        super().__init__(name or getattr(fn, "name", None) or getattr(fn, "__name__", None), dtype)
         self.loss = fn if isinstance(fn, Loss) else None
         self.fn = fn.call if isinstance(fn, Loss) else fn
         self.fn_kwargs = kwargs
-        self._declare(_TOTAL_AND_COUNT)
 
     def increments(
         self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
@@ -109,10 +106,6 @@ class MeanMetricWrapper(Metric):
                 "[batch, ...] and leave the mean over the batch to the metric."
             )
         return mean_sums(values, weight)
-
-    def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
-        """Returns total / count, 0 if the count is 0."""
-        return divide_no_nan(sums["total"], sums["count"]).astype(self.dtype)
 
     def update_state(
         self, y_true: Any, y_pred: Any, sample_weight: ArrayLike | None = None
