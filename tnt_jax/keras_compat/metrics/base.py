@@ -54,6 +54,9 @@ def _reflected(function: Callable[[Any, Any], Any]) -> Callable[["Variable", Any
     return lambda variable, other: function(jnp.asarray(other), variable.value)
 
 
+Sums = dict[str, jax.Array]  # Of rows, by name.
+
+
 class Variable:
     """An array that can be replaced by another of its shape; arithmetic on it returns arrays."""
 

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from tnt_jax.keras_compat.configuration import config_of
 from tnt_jax.keras_compat.losses.base import EPSILON, at_least_float32, divide_no_nan, in_dtype
-from tnt_jax.keras_compat.metrics.base import Metric
+from tnt_jax.keras_compat.metrics.base import Metric, Sums
 from tnt_jax.keras_compat.metrics.means import weigh
 from tnt_jax.train.steps.epoch_sums import match_ranks
 
@@ -44,7 +44,7 @@ def aligned(
 
 def counts_at(
     thresholds: Sequence[float], y_true: jax.Array, y_pred: jax.Array, weight: jax.Array
-) -> dict[str, jax.Array]:
+) -> Sums:
     """Returns the four weighted counts at each threshold [thresholds] for flat decisions [n].
 
     Evenly spaced thresholds are counted in one pass, as a histogram that is summed from above; as
@@ -173,9 +173,7 @@ class AUC(Metric):
         """Whether outputs must be in [0, 1]."""
         return not self.from_logits
 
-    def increments(
-        self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
-    ) -> dict[str, jax.Array]:
+    def increments(self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None) -> Sums:
         """Returns the weighted counts at each threshold, [thresholds] or [thresholds, labels]."""
         true, pred, weights = aligned(y_true, y_pred, weight)
         pred = jax.nn.sigmoid(pred) if self.from_logits else pred
@@ -192,7 +190,7 @@ class AUC(Metric):
             weights = weights * self.label_weights
         return counts_at(self.thresholds, true.reshape(-1), pred.reshape(-1), weights.reshape(-1))
 
-    def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
+    def compute(self, sums: Sums) -> jax.Array:
         """Returns the area, or the mean area of several labels."""
         sums = jax.tree.map(jnp.asarray, sums)
         if self.curve == "PR" and self.summation_method == "interpolation":
@@ -234,7 +232,7 @@ _HEIGHTS = {
 }
 
 
-def _pr_area(sums: dict[str, jax.Array]) -> jax.Array:
+def _pr_area(sums: Sums) -> jax.Array:
     """Returns the area under the precision-recall curve.
 
     True positives are interpolated between thresholds. Between two points, precision = (slope * p +
@@ -302,9 +300,7 @@ class ThresholdCounts(Metric):
         """The threshold if there is one, otherwise None."""
         return float(self.thresholds[0]) if len(self.thresholds) == 1 else None
 
-    def increments(
-        self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
-    ) -> dict[str, jax.Array]:
+    def increments(self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None) -> Sums:
         """Returns the weighted counts at every threshold [thresholds]."""
         true, pred, weights = aligned(y_true, y_pred, weight)
         if self.top_k is not None:
@@ -333,7 +329,7 @@ class _Share(ThresholdCounts):
     ) -> None:
         super().__init__(name, dtype, self._counts, thresholds, top_k, class_id)
 
-    def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
+    def compute(self, sums: Sums) -> jax.Array:
         """Returns the share, one for each threshold if there are several."""
         part, rest = (sums[name] for name in self._counts)
         return self._result(divide_no_nan(part, part + rest))
@@ -363,7 +359,7 @@ class _Count(ThresholdCounts):
         super().__init__(name, dtype, (self._counted,), thresholds)
         self.accumulator = getattr(self, self._counted)
 
-    def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
+    def compute(self, sums: Sums) -> jax.Array:
         """Returns the weighted count, one for each threshold if there are several."""
         return self._result(sums[self._counted])
 
@@ -415,7 +411,7 @@ class _BestUnderConstraint(ThresholdCounts):
         self.value = value
         self.num_thresholds = num_thresholds
 
-    def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
+    def compute(self, sums: Sums) -> jax.Array:
         """Returns the largest rate at the thresholds that keep the constraint, 0 if none does."""
         rate, constrained = (
             divide_no_nan(sums[part], sums[part] + sums[rest]) for part, rest in self._rates
@@ -539,9 +535,7 @@ class FBetaScore(Metric):
         self.threshold = threshold
         self.axis = None if average == "micro" else 0
 
-    def increments(
-        self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
-    ) -> dict[str, jax.Array]:
+    def increments(self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None) -> Sums:
         """Returns the weighted counts [classes], or their sums for `"micro"`."""
         y_true, y_pred = in_dtype(y_true, self.dtype), in_dtype(y_pred, self.dtype)
         if y_true.ndim != 2 or y_pred.ndim != 2:
@@ -563,7 +557,7 @@ class FBetaScore(Metric):
             for name, count in counts.items()
         }
 
-    def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
+    def compute(self, sums: Sums) -> jax.Array:
         """Returns the score, or one score per class without an average."""
         right, support = sums["true_positives"], sums["intermediate_weights"]
         precision = right / (right + sums["false_positives"] + EPSILON)

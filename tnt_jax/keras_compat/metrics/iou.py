@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from tnt_jax.keras_compat.configuration import config_of
 from tnt_jax.keras_compat.losses.base import EPSILON
-from tnt_jax.keras_compat.metrics.base import Metric
+from tnt_jax.keras_compat.metrics.base import Metric, Sums
 
 
 class IoU(Metric):
@@ -61,9 +61,7 @@ class IoU(Metric):
             self.fractions = self.add_variable((num_classes, num_classes), "zeros")
             self._sums["fractions"] = self.fractions
 
-    def increments(
-        self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
-    ) -> dict[str, jax.Array]:
+    def increments(self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None) -> Sums:
         """Returns the weighted confusion matrix [labelled class, predicted class]."""
         labels = self._class_numbers(y_true, self.sparse_y_true)
         predictions = self._class_numbers(y_pred, self.sparse_y_pred)
@@ -109,7 +107,7 @@ class IoU(Metric):
             )
         super().update_state(y_true, y_pred, sample_weight)
 
-    def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
+    def compute(self, sums: Sums) -> jax.Array:
         """Returns the mean over the target classes that occur."""
         matrix = sum(jnp.asarray(part).astype(jnp.float32) for part in sums.values())
         chosen = jnp.asarray(self.target_class_ids)
@@ -145,9 +143,7 @@ class BinaryIoU(IoU):
         super().__init__(2, target_class_ids, name, dtype)
         self.threshold = threshold
 
-    def increments(
-        self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
-    ) -> dict[str, jax.Array]:
+    def increments(self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None) -> Sums:
         """Returns the weighted confusion matrix [labelled class, predicted class]."""
         return super().increments(
             y_true, jnp.asarray(y_pred, jnp.float32) >= self.threshold, weight

@@ -19,7 +19,7 @@ from tnt_jax.keras_compat.losses.base import (
     of_one_dtype,
     standardized,
 )
-from tnt_jax.keras_compat.metrics.base import Metric
+from tnt_jax.keras_compat.metrics.base import Metric, Sums
 from tnt_jax.train.loops.context import weight_of_real_rows
 from tnt_jax.train.steps.epoch_sums import match_ranks
 
@@ -33,11 +33,11 @@ class Mean(Metric):
 
     def increments(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, values: Any, weight: ArrayLike | None = None
-    ) -> dict[str, jax.Array]:
+    ) -> Sums:
         """Returns the weighted sum of values [rows, ...] or a scalar, and that of the weights."""
         return mean_sums(jnp.atleast_1d(in_dtype(values, self.dtype)), weight)
 
-    def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
+    def compute(self, sums: Sums) -> jax.Array:
         """Returns total / count, 0 if the count is 0."""
         return divide_no_nan(sums["total"], sums["count"]).astype(self.dtype)
 
@@ -57,13 +57,13 @@ class Sum(Metric):
 
     def increments(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, values: Any, weight: ArrayLike | None = None
-    ) -> dict[str, jax.Array]:
+    ) -> Sums:
         """Returns the weighted sum of values [rows, ...]."""
         values = jnp.atleast_1d(in_dtype(values, self.dtype))
         values, weight = align(values, weight, jnp.sum)
         return {"total": sum_of(values if weight is None else weigh(values, weight))}
 
-    def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
+    def compute(self, sums: Sums) -> jax.Array:
         """Returns the sum."""
         return jnp.asarray(sums["total"]).astype(self.dtype)
 
@@ -93,9 +93,7 @@ class MeanMetricWrapper(Mean):
         self.fn = fn.call if isinstance(fn, Loss) else fn
         self.fn_kwargs = kwargs
 
-    def increments(
-        self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
-    ) -> dict[str, jax.Array]:
+    def increments(self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None) -> Sums:
         """Returns the weighted sum of the values [rows, ...] and the sum of the weights."""
         values = self._values(y_true, y_pred)
         rows = jnp.shape(jax.tree.leaves(y_pred)[0])[:1]
@@ -131,7 +129,7 @@ class MeanMetricWrapper(Mean):
         )
 
 
-def mean_sums(values: jax.Array, weight: ArrayLike | None) -> dict[str, jax.Array]:
+def mean_sums(values: jax.Array, weight: ArrayLike | None) -> Sums:
     """Returns the weighted sum of values [rows, ...] averaged within rows, and that of weights."""
     values, weight = align(values, weight, jnp.mean)
     if weight is None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from tnt_jax.keras_compat.losses.base import EPSILON, divide_no_nan, in_dtype, of_one_dtype
-from tnt_jax.keras_compat.metrics.base import Metric
+from tnt_jax.keras_compat.metrics.base import Metric, Sums
 from tnt_jax.keras_compat.metrics.means import MeanMetricWrapper, mean_sums, sum_of
 from tnt_jax.train.steps.epoch_sums import match_ranks
 
@@ -20,14 +20,12 @@ class RootMeanSquaredError(Metric):
         super().__init__(dtype, name)
         self._declare({"total": (), "count": ()})
 
-    def increments(
-        self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
-    ) -> dict[str, jax.Array]:
+    def increments(self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None) -> Sums:
         """Returns the weighted sum of squared errors and the sum of the weights."""
         y_true, y_pred = match_ranks(in_dtype(y_true, self.dtype), in_dtype(y_pred, self.dtype))
         return mean_sums(jnp.square(y_pred - y_true), weight)
 
-    def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
+    def compute(self, sums: Sums) -> jax.Array:
         """Returns the square root of the mean."""
         return jnp.sqrt(divide_no_nan(sums["total"], sums["count"])).astype(self.dtype)
 
@@ -67,9 +65,7 @@ class R2Score(Metric):
         self.class_aggregation = class_aggregation
         self.num_regressors = num_regressors
 
-    def increments(
-        self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
-    ) -> dict[str, jax.Array]:
+    def increments(self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None) -> Sums:
         """Returns weighted sums [outputs] and the number of values."""
         y_true, y_pred = match_ranks(in_dtype(y_true, self.dtype), in_dtype(y_pred, self.dtype))
         y_true, y_pred = (
@@ -94,7 +90,7 @@ class R2Score(Metric):
         }
         return {"num_samples": sum_of((weights != 0).astype(jnp.float32)), **sums}
 
-    def compute(self, sums: dict[str, jax.Array]) -> jax.Array:
+    def compute(self, sums: Sums) -> jax.Array:
         """Returns the score; an output whose targets are all equal scores 0 unless it is exact."""
         deviations = sums["squared_sum"] - sums["sum"] ** 2 / sums["count"]
         scores = 1 - sums["total_mse"] / deviations
