@@ -162,19 +162,14 @@ def _random_rows(
     return y_true, rng.random((_PROBE_ROWS, *y_pred_shape[1:])).astype(np.float32)
 
 
-_BY_SHAPE = {
-    "accuracy": {
-        "binary": "BinaryAccuracy",
-        "class_index": "SparseCategoricalAccuracy",
-        "distribution": "CategoricalAccuracy",
-    },
-    "crossentropy": {
-        "binary": "BinaryCrossentropy",
-        "class_index": "SparseCategoricalCrossentropy",
-        "distribution": "CategoricalCrossentropy",
-    },
+# Names that stand for several classes, which the shapes choose among.
+_FAMILIES = {
+    "acc": "Accuracy",
+    "accuracy": "Accuracy",
+    "ce": "Crossentropy",
+    "crossentropy": "Crossentropy",
 }
-_SHORT = {"acc": "accuracy", "ce": "crossentropy"}
+_BY_SHAPE = {"binary": "Binary", "class_index": "SparseCategorical", "distribution": "Categorical"}
 
 
 def _classes() -> dict[str, Callable[..., Metric]]:
@@ -292,8 +287,8 @@ def check_outputs(metric: Metric, outputs: Any) -> None:
 def _by_name(
     name: str, y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...], loss: Loss | None
 ) -> Metric:
-    family = _SHORT.get(name.lower(), name.lower())
-    if family not in _BY_SHAPE:
+    family = _FAMILIES.get(name.lower())
+    if family is None:
         cls = keras_objects.find(name, _classes())
         return _only_in_keras(name, y_true_shape, y_pred_shape) if cls is None else cls()
     if not y_pred_shape:
@@ -301,11 +296,9 @@ def _by_name(
             f"The metric {name!r} depends on the shapes of targets and outputs: pass them, or use "
             "its full name."
         )
-    cls = getattr(means, _BY_SHAPE[family][kind_of_labels(y_true_shape, y_pred_shape)])
-    from_logits = family == "crossentropy" and getattr(loss, "fn_kwargs", {}).get(
-        "from_logits", False
-    )
-    return cls(from_logits=True) if from_logits else cls()
+    cls = getattr(means, _BY_SHAPE[kind_of_labels(y_true_shape, y_pred_shape)] + family)
+    takes_logits = getattr(loss, "fn_kwargs", {}).get("from_logits", False)
+    return cls(from_logits=True) if family == "Crossentropy" and takes_logits else cls()
 
 
 def _only_in_keras(
