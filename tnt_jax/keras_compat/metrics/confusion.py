@@ -30,11 +30,7 @@ def aligned(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns targets as 0 or 1, outputs (0 if weighted 0) and weights, of the outputs' shape."""
     y_pred, y_true = match_ranks(at_least_float32(y_pred), jnp.asarray(y_true))
-    weight = (
-        jnp.ones(y_pred.shape[:1], y_pred.dtype)
-        if weight is None
-        else jnp.asarray(weight, y_pred.dtype)
-    )
+    weight = jnp.asarray(1 if weight is None else weight, y_pred.dtype)
     weight = weight[..., 0] if weight.ndim > y_pred.ndim else weight
     weight = jnp.broadcast_to(
         weight.reshape(weight.shape + (1,) * (y_pred.ndim - weight.ndim)), y_pred.shape
@@ -206,9 +202,7 @@ class AUC(Metric):
     def _of_labels(self, areas: jax.Array) -> jax.Array:
         if not self.multi_label:
             return areas
-        weights = (
-            jnp.ones(areas.shape) if self.label_weights is None else jnp.asarray(self.label_weights)
-        )
+        weights = jnp.ones(areas.shape) if self.label_weights is None else self.label_weights
         return divide_no_nan(jnp.sum(areas * weights), jnp.sum(weights))
 
 

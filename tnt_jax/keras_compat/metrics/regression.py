@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from tnt_jax.keras_compat.losses.base import EPSILON, divide_no_nan, in_dtype, of_one_dtype
 from tnt_jax.keras_compat.metrics.base import Metric, Sums
-from tnt_jax.keras_compat.metrics.means import MeanMetricWrapper, mean_sums, sum_of
+from tnt_jax.keras_compat.metrics.means import MeanMetricWrapper, mean_sums, sum_of, weigh
 from tnt_jax.train.steps.epoch_sums import match_ranks
 
 
@@ -84,10 +84,7 @@ class R2Score(Metric):
             "total_mse": (y_true - y_pred) ** 2,
             "count": jnp.ones_like(y_true),
         }
-        sums = {
-            key: jnp.sum(jnp.where(weights == 0, 0, part * weights), axis=0)
-            for key, part in parts.items()
-        }
+        sums = {name: jnp.sum(weigh(part, weights), axis=0) for name, part in parts.items()}
         return {"num_samples": sum_of((weights != 0).astype(jnp.float32)), **sums}
 
     def compute(self, sums: Sums) -> jax.Array:
