@@ -1,6 +1,7 @@
 from .adam import Adam as Adam
 from .adam import Adamax as Adamax
 from .adam import AdamW as AdamW
+from .adam import Lamb as Lamb
 from .adam import Nadam as Nadam
 from .base import LearningRate as LearningRate
 from .base import Optimizer as Optimizer
@@ -15,7 +16,6 @@ from .elementwise import Lion as Lion
 from .elementwise import RMSprop as RMSprop
 from .elementwise import ScheduleFreeAdamW as ScheduleFreeAdamW
 from .layerwise import Adafactor as Adafactor
-from .layerwise import Lamb as Lamb
 from .layerwise import Muon as Muon
 from .lookup import OptaxOptimizer as OptaxOptimizer
 from .lookup import deserialize as deserialize

@@ -81,12 +81,10 @@ class AdamW(Adam):
         )
 
 
-class Adamax(Optimizer):
-    """Adam with the infinity norm (Kingma and Ba 2015, arXiv:1412.6980, algorithm 2).
+class _TwoMoments(Optimizer):
+    """Base class of optimizers with Adam's arguments, except `amsgrad`."""
 
-    w -= rate / (1 - beta_1^t) * m / (u + epsilon), u = max(beta_2 * u, |g|). Optax adds epsilon to
-    |g| instead of u.
-    """
+    _slots = ("momentum", "velocity")
 
     def __init__(
         self,
@@ -99,9 +97,15 @@ class Adamax(Optimizer):
         super().__init__(learning_rate, **options)
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
 
-    def init_leaf(self, param: Array, path: str) -> Slots:
-        """Returns the first moment and the norm."""
-        return {"momentum": jnp.zeros_like(param), "norm": jnp.zeros_like(param)}
+
+class Adamax(_TwoMoments):
+    """Adam with the infinity norm (Kingma and Ba 2015, arXiv:1412.6980, algorithm 2).
+
+    w -= rate / (1 - beta_1^t) * m / (u + epsilon), u = max(beta_2 * u, |g|). Optax adds epsilon to
+    |g| instead of u.
+    """
+
+    _slots = ("momentum", "norm")
 
     def update_leaf(
         self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
@@ -113,28 +117,13 @@ class Adamax(Optimizer):
         return update, {"momentum": momentum, "norm": norm}
 
 
-class Nadam(Optimizer):
+class Nadam(_TwoMoments):
     """Adam with Nesterov momentum and the momentum schedule u_t = beta_1 * (1 - 0.96^t / 2).
 
     Dozat 2016, "Incorporating Nesterov momentum into Adam", algorithm 2; w -= rate * m_hat /
     (sqrt(v / (1 - beta_2^t)) + epsilon) with m_hat = u_(t+1) * m / (1 - prod_(i <= t+1) u_i) + (1 -
     u_t) * g / (1 - prod_(i <= t) u_i). Optax has no schedule of u.
     """
-
-    def __init__(
-        self,
-        learning_rate: LearningRate = 0.001,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(learning_rate, **options)
-        self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
-
-    def init_leaf(self, param: Array, path: str) -> Slots:
-        """Returns both moments."""
-        return {"momentum": jnp.zeros_like(param), "velocity": jnp.zeros_like(param)}
 
     def init_shared(self) -> Slots:
         """Returns the empty product of the u."""
@@ -159,6 +148,23 @@ class Nadam(Optimizer):
         ) * grad / (1 - product)
         velocity = moments["velocity"] / (1 - self.beta_2**step)
         return -rate * momentum / (jnp.sqrt(velocity) + self.epsilon), moments
+
+
+class Lamb(_TwoMoments):
+    """Adam's step scaled to each array's norm (You et al. 2020, arXiv:1904.00962, algorithm 2)."""
+
+    def update_leaf(
+        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
+    ) -> tuple[Array, Slots]:
+        """Returns the scaled update and both moments; see `Optimizer.update_leaf`."""
+        moments = update_moments(grad, slots, self.beta_1, self.beta_2)
+        momentum = moments["momentum"] / (1 - self.beta_1**step)
+        velocity = moments["velocity"] / (1 - self.beta_2**step)
+        update = momentum / (jnp.sqrt(velocity) + self.epsilon)
+        param_norm, update_norm = (jnp.sqrt(jnp.sum(jnp.square(x))) for x in (param, update))
+        has_ratio = (param_norm > 0) & (update_norm > 0)
+        ratio = jnp.where(has_ratio, param_norm / jnp.where(has_ratio, update_norm, 1), 1)
+        return -ratio * rate * update, moments
 
 
 def update_moments(grad: Array, slots: Slots, beta_1: float, beta_2: float) -> Slots:

@@ -93,6 +93,9 @@ class Optimizer(Recorded):
         ValueError: If an option is out of its range, or several clips are given.
     """
 
+    # Arrays that the rule keeps for each parameter, zero at first.
+    _slots: tuple[str, ...] = ()
+
     def __init__(
         self,
         learning_rate: LearningRate,
@@ -184,7 +187,7 @@ class Optimizer(Recorded):
 
     def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns the arrays that the rule keeps for one parameter, by name."""
-        return {}
+        return {name: jnp.zeros_like(param) for name in self._slots}
 
     def update_leaf(
         self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots

@@ -95,6 +95,8 @@ class RMSprop(Optimizer):
 class Adadelta(Optimizer):
     """d = -rms(past d) / rms(g) * g, w += rate * d (Zeiler 2012, arXiv:1212.5701)."""
 
+    _slots = ("accumulated_grad", "accumulated_delta")
+
     def __init__(
         self,
         learning_rate: LearningRate = 0.001,
@@ -104,13 +106,6 @@ class Adadelta(Optimizer):
     ) -> None:
         super().__init__(learning_rate, **options)
         self.rho, self.epsilon = rho, epsilon
-
-    def init_leaf(self, param: Array, path: str) -> Slots:
-        """Returns the running squares of gradients and of steps."""
-        return {
-            "accumulated_grad": jnp.zeros_like(param),
-            "accumulated_delta": jnp.zeros_like(param),
-        }
 
     def update_leaf(
         self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
@@ -151,6 +146,8 @@ class Adagrad(Optimizer):
 class Lion(Optimizer):
     """w -= rate * sign(beta_1 * m + (1 - beta_1) * g) (Chen et al. 2023, arXiv:2302.06675)."""
 
+    _slots = ("momentum",)
+
     def __init__(
         self,
         learning_rate: LearningRate = 0.001,
@@ -164,10 +161,6 @@ class Lion(Optimizer):
                 f"beta_1 must be in (0, 1], got {beta_1}; at 0 Lion is the sign of the gradient."
             )
         self.beta_1, self.beta_2 = beta_1, beta_2
-
-    def init_leaf(self, param: Array, path: str) -> Slots:
-        """Returns the momentum."""
-        return {"momentum": jnp.zeros_like(param)}
 
     def update_leaf(
         self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots

@@ -1,4 +1,4 @@
-"""Optimizers whose rule uses a whole weight array: norm, rows and columns, or singular values."""
+"""Optimizers whose rule uses a whole weight array: rows and columns, or singular values."""
 
 import re
 from collections.abc import Sequence
@@ -15,40 +15,6 @@ from tnt_jax.keras_compat.optimizers.base import (
     OptionsButDecay,
     Slots,
 )
-
-
-class Lamb(Optimizer):
-    """Adam's step scaled to each array's norm (You et al. 2020, arXiv:1904.00962, algorithm 2)."""
-
-    def __init__(
-        self,
-        learning_rate: LearningRate = 0.001,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(learning_rate, **options)
-        self.beta_1 = beta_1
-        self.beta_2 = beta_2
-        self.epsilon = epsilon
-
-    def init_leaf(self, param: Array, path: str) -> Slots:
-        """Returns both moments."""
-        return {"momentum": jnp.zeros_like(param), "velocity": jnp.zeros_like(param)}
-
-    def update_leaf(
-        self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
-    ) -> tuple[Array, Slots]:
-        """Returns the scaled update and both moments; see `Optimizer.update_leaf`."""
-        moments = update_moments(grad, slots, self.beta_1, self.beta_2)
-        momentum = moments["momentum"] / (1 - self.beta_1**step)
-        velocity = moments["velocity"] / (1 - self.beta_2**step)
-        update = momentum / (jnp.sqrt(velocity) + self.epsilon)
-        param_norm, update_norm = (jnp.sqrt(jnp.sum(jnp.square(x))) for x in (param, update))
-        has_ratio = (param_norm > 0) & (update_norm > 0)
-        ratio = jnp.where(has_ratio, param_norm / jnp.where(has_ratio, update_norm, 1), 1)
-        return -ratio * rate * update, moments
 
 
 class Adafactor(Optimizer):
