@@ -11,6 +11,7 @@ wrappers change that:
 
 import contextlib
 import copy
+import importlib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -43,6 +44,15 @@ _REJECTED = {
 }
 
 _scope: ContextVar[Scope] = ContextVar("tnt_jax_callback_scope", default="all_processes")
+
+
+def import_for(what: str, module: str, package: str) -> Any:
+    """Returns an optional module; a ModuleNotFoundError says that `what` needs its package."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        name = module.partition(".")[0]
+        raise ModuleNotFoundError(f"{what} needs {name}: pip install {package}.") from error
 
 
 def flat(callbacks: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from tnt_jax.keras_compat.callbacks.base import Callback
+from tnt_jax.keras_compat.callbacks.base import Callback, import_for
 from tnt_jax.log import logger
 
 
@@ -226,19 +226,14 @@ def draw_curves(
     """Draws one plot for each log, with its `val_` curve."""
     if not history:
         raise ValueError("There are no logs to draw.")
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "Drawing curves needs matplotlib: pip install matplotlib."
-        ) from error
+    figures = import_for("Drawing curves", "matplotlib.figure", "matplotlib")
     # Those with `val_` share the plot of the log without.
     beside = {f"val_{name}" for name in history}
     names = [name for name in history if name not in beside]
     columns = min(len(names), _COLUMNS)
     rows = math.ceil(len(names) / columns)
     # A separate figure, without pyplot: nothing stays open and no screen is needed.
-    figure = Figure(figsize=(_WIDTH * columns, _HEIGHT * rows), layout="constrained")
+    figure = figures.Figure(figsize=(_WIDTH * columns, _HEIGHT * rows), layout="constrained")
     for index, name in enumerate(names):
         axes = figure.add_subplot(rows, columns, index + 1)
         for log in (name, f"val_{name}"):

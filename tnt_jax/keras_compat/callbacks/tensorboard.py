@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from tnt_jax.distributed.joining.runtime import get_rank
-from tnt_jax.keras_compat.callbacks.base import Callback, StepCount
+from tnt_jax.keras_compat.callbacks.base import Callback, StepCount, import_for
 from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.log import logger
 
@@ -296,7 +296,7 @@ class TensorBoard(Callback):
                 f"{update_freq!r}."
             )
         self._profiled = _profiled_steps(profile_batch)
-        _summary_writer()
+        _tensorboard()
         self._writers: dict[str, Any] = {}
         self._steps = StepCount()
         self._steps_at_epoch = 0
@@ -404,7 +404,7 @@ class TensorBoard(Callback):
 
     def _writer(self, where: str) -> Any:
         if where not in self._writers:
-            self._writers[where] = _summary_writer()(str(self._folder(where)))
+            self._writers[where] = _tensorboard().SummaryWriter(str(self._folder(where)))
         return self._writers[where]
 
     def _folder(self, where: str) -> Path:
@@ -431,11 +431,5 @@ def _profiled_steps(profile_batch: Any) -> tuple[int, int]:
     return first, last
 
 
-def _summary_writer() -> Any:
-    try:
-        from tensorboardX import SummaryWriter
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "The TensorBoard callback needs tensorboardX: pip install tensorboardX."
-        ) from error
-    return SummaryWriter
+def _tensorboard() -> Any:
+    return import_for("The TensorBoard callback", "tensorboardX", "tensorboardX")

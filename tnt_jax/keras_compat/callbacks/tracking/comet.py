@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tnt_jax.keras_compat.callbacks.base import import_for
+
 
 class Comet:
     """An experiment in Comet, for `Track`.
@@ -33,7 +35,7 @@ class Comet:
         folder: str | os.PathLike[str] | None = None,
         online: bool = True,
     ) -> None:
-        self._comet = _import()
+        self._comet = import_for("Comet", "comet_ml", "comet-ml")
         self._options = {"project_name": project, "workspace": workspace, "online": online}
         self._name = name
         self._folder = folder and os.fspath(folder)
@@ -78,11 +80,3 @@ class Comet:
     def finish(self) -> None:
         """Ends the experiment, and waits until everything is sent or written."""
         self._experiment.end()
-
-
-def _import() -> Any:
-    try:
-        import comet_ml  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("Comet needs comet_ml: pip install comet-ml.") from error
-    return comet_ml

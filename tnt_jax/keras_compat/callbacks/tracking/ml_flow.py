@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tnt_jax.keras_compat.callbacks.base import import_for
+
 # Parameters that a table of runs is compared by; all others are in the file of the configuration.
 _PARAMETERS = ("optimizer", "learning_rate", "loss", "batch_size", "seed")
 _MOST_CHARACTERS = 500
@@ -34,7 +36,7 @@ class MLflow:
     def __init__(
         self, experiment: str = "Default", *, name: str | None = None, uri: str | None = None
     ) -> None:
-        self._mlflow = _import()
+        self._mlflow = import_for("MLflow", "mlflow", "mlflow")
         self._experiment = experiment
         self._name = name
         self._uri = uri
@@ -90,11 +92,3 @@ class MLflow:
     def finish(self) -> None:
         """Ends the run."""
         self._client.set_terminated(self._run, "FINISHED")
-
-
-def _import() -> Any:
-    try:
-        import mlflow  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("MLflow needs mlflow: pip install mlflow.") from error
-    return mlflow

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tnt_jax.keras_compat.callbacks.base import import_for
+
 
 class WeightsAndBiases:
     """A run in Weights & Biases, for `Track`.
@@ -33,7 +35,7 @@ class WeightsAndBiases:
         folder: str | os.PathLike[str] | None = None,
         mode: Literal["online", "offline", "disabled"] | None = None,
     ) -> None:
-        self._wandb = _import()
+        self._wandb = import_for("WeightsAndBiases", "wandb", "wandb")
         self._options = {
             "project": project,
             "name": name,
@@ -75,11 +77,3 @@ class WeightsAndBiases:
     def finish(self) -> None:
         """Ends the run."""
         self._run.finish()
-
-
-def _import() -> Any:
-    try:
-        import wandb  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("WeightsAndBiases needs wandb: pip install wandb.") from error
-    return wandb
