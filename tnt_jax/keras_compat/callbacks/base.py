@@ -212,6 +212,12 @@ def first_base(callback: Any, names: Sequence[str]) -> str | None:
     return next((cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in names), None)
 
 
+def say(callback: Any, text: str) -> None:
+    """Prints a text of a callback that is to be verbose."""
+    if callback.verbose:
+        print(text, flush=True)
+
+
 class StepCount:
     """Counts the steps of a model, as a callback sees them.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tnt_jax.distributed.host.collectives import raise_on_all_processes
-from tnt_jax.keras_compat.callbacks.base import Callback
+from tnt_jax.keras_compat.callbacks.base import Callback, say
 from tnt_jax.keras_compat.callbacks.monitor import Mode, Monitor, SaveFreq, SavingTimes
 from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.keras_compat.saving.weight_files import is_file_name
@@ -136,8 +136,7 @@ class ModelCheckpoint(Callback):
             ) from error
         if self._is_wanted(values, path):
             self._save(path)
-            if self.verbose:
-                print(f"\nEpoch {values['epoch']}: saved model to {path}", flush=True)
+            say(self, f"\nEpoch {values['epoch']}: saved model to {path}")
 
     def _is_wanted(self, values: dict[str, Any], path: str) -> bool:
         if not self.save_best_only:
@@ -146,21 +145,13 @@ class ModelCheckpoint(Callback):
         if value is None:
             return True
         before = "None" if self.best is None else f"{self.best:.5f}"
-        if self._watch.is_better(value, self.best):
-            self.best = value
-            if self.verbose:
-                print(
-                    "\n"
-                    f"Epoch {values['epoch']}: {self.monitor} improved from {before} to "
-                    f"{value:.5f}, saving to {path}"
-                )
-            return True
-        if self.verbose:
-            print(
-                f"\nEpoch {values['epoch']}: {self.monitor} did not improve from {before}",
-                flush=True,
-            )
-        return False
+        log = f"\nEpoch {values['epoch']}: {self.monitor}"
+        if not self._watch.is_better(value, self.best):
+            say(self, f"{log} did not improve from {before}")
+            return False
+        self.best = value
+        say(self, f"{log} improved from {before} to {value:.5f}, saving to {path}")
+        return True
 
     def _save(self, path: str) -> None:
         if self.is_file:

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from tnt_jax.keras_compat.callbacks.base import Callback
+from tnt_jax.keras_compat.callbacks.base import Callback, say
 from tnt_jax.keras_compat.callbacks.monitor import Mode, Monitor
 
 
@@ -86,11 +86,7 @@ class LearningRateScheduler(Callback):
                 f"The schedule must return a number, but returned {rate!r} for epoch {epoch}."
             )
         self.model.optimizer.learning_rate = float(rate)
-        if self.verbose:
-            print(
-                f"\nEpoch {epoch + 1}: LearningRateScheduler setting learning rate to {rate}.",
-                flush=True,
-            )
+        say(self, f"\nEpoch {epoch + 1}: LearningRateScheduler setting learning rate to {rate}.")
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Clears the state of an earlier run."""
@@ -183,11 +179,7 @@ class ReduceLROnPlateau(Callback):
         self.model.optimizer.learning_rate = rate
         self.wait = 0
         self.cooldown_counter = self.cooldown
-        if self.verbose:
-            print(
-                f"\nEpoch {epoch + 1}: ReduceLROnPlateau reducing learning rate to {rate}.",
-                flush=True,
-            )
+        say(self, f"\nEpoch {epoch + 1}: ReduceLROnPlateau reducing learning rate to {rate}.")
 
 
 class LearningRateWarmup(Callback):
@@ -245,11 +237,9 @@ class LearningRateWarmup(Callback):
             self.model.optimizer.learning_rate = (
                 self.initial + (self.target - self.initial) * done / self._num_steps
             )
-        if done == self._num_steps and self.verbose:
-            print(
-                f"\nEpoch {self._epoch + 1}: the learning rate is warmed up to {self.target}.",
-                flush=True,
-            )
+        if done == self._num_steps:
+            epoch = self._epoch + 1
+            say(self, f"\nEpoch {epoch}: the learning rate is warmed up to {self.target}.")
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Adds the rate to the logs."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tnt_jax.keras_compat.callbacks.base import Callback
+from tnt_jax.keras_compat.callbacks.base import Callback, say
 from tnt_jax.keras_compat.callbacks.monitor import Mode, Monitor
 
 
@@ -117,15 +117,11 @@ class EarlyStopping(Callback):
 
     def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
         """Restores the best weights, if requested."""
-        if self.stopped_epoch > 0 and self.verbose:
-            print(f"Epoch {self.stopped_epoch + 1}: early stopping", flush=True)
+        if self.stopped_epoch > 0:
+            say(self, f"Epoch {self.stopped_epoch + 1}: early stopping")
         if self.restore_best_weights and self.best_weights is not None:
-            if self.verbose:
-                print(
-                    "Restoring model weights from the end of the best epoch: "
-                    f"{self.best_epoch + 1}.",
-                    flush=True,
-                )
+            epoch = self.best_epoch + 1
+            say(self, f"Restoring model weights from the end of the best epoch: {epoch}.")
             self.model.set_weights(self.best_weights)
 
     def _keep(self, epoch: int, value: float) -> None:
