@@ -27,6 +27,7 @@ from tnt_jax.keras_compat.callbacks.base import (
     controls_training,
     first_base,
     is_keras_writer,
+    unwrapped,
 )
 from tnt_jax.keras_compat.callbacks.monitor import direction
 from tnt_jax.keras_compat.callbacks.progbar import ProgbarLogger
@@ -183,6 +184,10 @@ def _outlasting_generation(function: Callable, name: str) -> Callable:
     return call
 
 
+def _prints() -> bool:
+    return is_master_rank() or init().settings.output_on_all_devices
+
+
 _PHASES = ("train", "test", "predict")
 _BATCH_HOOKS = [f"on_{phase}_batch_{moment}" for phase in _PHASES for moment in ("begin", "end")]
 
@@ -222,23 +227,18 @@ class CallbackList:
     ) -> None:
         self._model = model
         self._here = phases.here()
-        self._is_alone = get_process_count() == 1
-        prints = is_master_rank() or init().settings.output_on_all_devices
-        callbacks = [*(callbacks or ())]
-        plain = [getattr(callback, "callback", callback) for callback in callbacks]
+        given = [*(callbacks or ())]
+        plain = unwrapped(given)
         if add_history and not any(isinstance(callback, History) for callback in plain):
-            callbacks.append(History())
-        if (
-            add_progbar
-            and prints
-            and not any(type(callback).__name__ == "ProgbarLogger" for callback in plain)
-        ):
-            callbacks.append(ProgbarLogger())
-        self._given, self._params = callbacks, params
+            given.append(History())
+        has_bar = any(type(callback).__name__ == "ProgbarLogger" for callback in plain)
+        if add_progbar and not has_bar and _prints():
+            given.append(ProgbarLogger())
+        self._given, self._params = given, params
         self._scoped = self._scopes()
         self.callbacks = [scoped.callback for scoped in self._scoped]
         for scoped in self._scoped:
-            self._introduce(scoped, params)
+            self._introduce(scoped)
         # A batch hook that no callback overrides costs nothing: the loop runs ahead of the devices.
         self._batch_hooks = {hook: self._functions(hook) for hook in _BATCH_HOOKS}
 
@@ -247,7 +247,7 @@ class CallbackList:
 
         In an elastic job they are as in several processes from the start.
         """
-        prints = is_master_rank() or init().settings.output_on_all_devices
+        prints = _prints()
         number = get_process_count() if link() is None else 2
         scopes = [
             callback_scope(given, num_processes=number, is_master=is_master_rank(), prints=prints)
@@ -261,11 +261,10 @@ class CallbackList:
         What ran on the master alone begins on a process that has become the master.
         """
         before, self._scoped = self._scoped, self._scopes()
-        self._is_alone = get_process_count() == 1
         for scoped, earlier in zip(self._scoped, before, strict=True):
             callback = scoped.callback
             if scoped.runs and not earlier.runs:
-                self._introduce(scoped, self._params)
+                self._introduce(scoped)
                 appends = getattr(callback, "append", None)
                 with scoped.entered():
                     if appends is False:
@@ -283,7 +282,7 @@ class CallbackList:
         for scoped in self._scoped:
             restores = (
                 hook == "on_train_begin"
-                and not self._is_alone
+                and get_process_count() > 1
                 and is_keras_writer(scoped.callback, ["BackupAndRestore"])
             )
             # On the master alone: it changes the master's model, possibly from a local disk, and
@@ -335,7 +334,7 @@ class CallbackList:
             if isinstance(callback, ProgbarLogger):
                 callback.clear()
 
-    def _introduce(self, scoped: CallbackScope, params: dict[str, Any]) -> None:
+    def _introduce(self, scoped: CallbackScope) -> None:
         callback = scoped.callback
         if getattr(callback, "mode", None) == "auto" and hasattr(callback, "monitor"):
             # Keras's own rule reads the metrics of a Keras model.
@@ -349,7 +348,7 @@ class CallbackList:
                     callback.set_model(self._model)
                 # As in Keras, whose bar asks for the number of epochs of an evaluation, too.
                 is_ours = type(callback).__module__.startswith("tnt_jax.")
-                callback.set_params(params if is_ours else {"epochs": 1} | params)
+                callback.set_params(self._params if is_ours else {"epochs": 1} | self._params)
 
     def _functions(self, hook: str) -> list[tuple[tuple[phases.Phase, str], Callable]]:
         functions: list[tuple[tuple[phases.Phase, str], Callable]] = []
