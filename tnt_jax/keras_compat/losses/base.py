@@ -309,7 +309,6 @@ class LossFunctionWrapper(Loss):
         return jnp.asarray(self.fn(y_true, y_pred, **self.fn_kwargs))
 
     def __repr__(self) -> str:
-        """Returns the function and its settings."""
         return f"<{type(self).__name__}({self.fn}, kwargs={self.fn_kwargs})>"
 
 

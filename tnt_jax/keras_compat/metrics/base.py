@@ -138,15 +138,12 @@ class Variable:
         return np.asarray(self.value)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Returns the array on the host, for NumPy."""
         return np.array(self.value, dtype, copy=copy)
 
     def __jax_array__(self) -> jax.Array:
-        """Returns the array, for JAX."""
         return self.value
 
     def __repr__(self) -> str:
-        """Returns name, shape, dtype and value."""
         return (
             f"<Variable name={self.name}, shape={self.shape}, dtype={self.dtype}, "
             f"value={self.value}>"
@@ -338,7 +335,6 @@ class Metric(Recorded):
         return config_of(self, "name", "dtype")
 
     def __repr__(self) -> str:
-        """Returns class and name."""
         return f"<{type(self).__name__} name={self.name}>"
 
     def _declare(self, shapes: Mapping[str, Sequence[int]], dtype: Any = None) -> None:
