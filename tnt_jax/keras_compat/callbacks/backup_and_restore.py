@@ -26,11 +26,9 @@ from tnt_jax.train.state import digest, state_arrays, with_arrays
 class Fingerprint(Callback):
     """Writes a digest of each array of the training state to a file.
 
-    The state consists of weights, model state, optimizer state, step count and random key.
-
-    `tnt-jax fingerprint A B` compares two files and names the first step and the arrays that
-    differ. A resumed run appends to its file. Arrays that are sharded over the ranks, as with
-    `shard_optimizer_state`, are left out.
+    These are weights, model state, optimizer state, step count and random key, but no arrays that
+    are sharded over the ranks, as with `shard_optimizer_state`. `tnt-jax fingerprint A B` names the
+    first step and the arrays in which two files differ. A resumed run appends to its file.
 
     Args:
         path: File to write, on the master.
@@ -205,10 +203,8 @@ class BackupAndRestore(Callback):
     rows of the epoch that are done), the averages of the epoch so far, and the state of the other
     callbacks, including the history. The run may resume on another number of devices, and with
     another global batch where the order of the rows does not depend on it. Backups are written
-    while training continues and are either complete or absent, whenever the job dies.
-
-    It acts after all other callbacks, whatever its position in the list. `fit(resume=...)` adds
-    one.
+    while training continues and are either complete or absent, whenever the job dies. It acts after
+    all other callbacks, whatever its position in the list. `fit(resume=...)` adds one.
 
     Args:
         backup_dir: Directory for this run only, which all processes must see. Folders in it that

@@ -1,8 +1,7 @@
 """The base class of callbacks, and the processes on which they run, print and write files.
 
-Every callback runs on every process with the same numbers, so that decisions agree. Only the master
-shows what a callback prints, and the callbacks of tnt_jax write files on the master only. Two
-wrappers change that:
+Every callback runs on every process with the same numbers, so that decisions agree. On the master
+only are prints shown, and files written by callbacks of tnt_jax. Two wrappers change that:
 
     report = OnMaster(UploadReport())
     log = OnAllRanks(CSVLogger(f"log-{tnt_jax.get_rank()}.csv"))
@@ -219,17 +218,13 @@ def say(callback: Any, text: str) -> None:
 
 
 class StepCount:
-    """Counts the steps of a model, as a callback sees them.
+    """Counts the steps of a model as a callback sees them: in groups, maybe from within an epoch.
 
-    One call ends a group of steps, and training may begin within an epoch: in a resumed run, or on
-    a process that becomes the master.
-
-    Attributes:
-        done: Steps of the model so far; known from the first step that is seen.
-        of_run: Those that were seen.
+    That is where a resumed run begins, or a process that becomes the master.
     """
 
     def __init__(self) -> None:
+        # Steps of the model so far, known from the first one that is seen, and those seen.
         self.done = self.of_run = 0
         # Batches of the epoch that are done; None until that is known.
         self._batches: int | None = None
@@ -259,16 +254,12 @@ def _steps_of(model: Any) -> int:
 
 
 class Callback:
-    """Base class of callbacks: override the hooks you need.
-
-    Names, arguments and order of the hooks are Keras's.
+    """Base class of callbacks: override the hooks you need, with Keras's names and order.
 
     Every process calls every hook with the same global numbers; only the master shows what a hook
-    prints. A hook that writes files should check `self.writes` first. See `OnMaster` and
-    `OnAllRanks` for other arrangements.
-
-    Logs of a batch are averages over the epoch so far. Reading them waits for the devices; a hook
-    that does not read them costs nothing.
+    prints. A hook that writes files should check `self.writes` first. `OnMaster` and `OnAllRanks`
+    arrange it otherwise. Logs of a batch are averages over the epoch so far: reading them waits for
+    the devices, and not reading them costs nothing.
 
     Attributes:
         model: The running `tnt_jax.Model`; set before the first hook. It offers `stop_training`,
@@ -333,8 +324,7 @@ class Callback:
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Runs after an epoch and its validation, with training logs and `val_` logs.
 
-        All callbacks share these logs: later ones, and finally the `History`, see what earlier ones
-        add.
+        Later callbacks, and finally the `History`, see what earlier ones add to these logs.
         """
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
@@ -342,10 +332,7 @@ class Callback:
         self.on_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Runs after step `batch` was started.
-
-        `logs` are averages of the epoch so far; reading them waits for the devices.
-        """
+        """Runs after step `batch` was started; to read its logs waits for the devices."""
         self.on_batch_end(batch, logs)
 
     def on_test_begin(self, logs: Mapping[str, float] | None = None) -> None:

@@ -56,8 +56,7 @@ class _OfMaster(Callback):
 def agree_on_callbacks(callbacks: Sequence[Any], call: str) -> list[Any]:
     """Returns as many callbacks on every process, in the master's order, or raises on all.
 
-    Those that only the master has run there, as in `OnMaster`. Settings are compared of callbacks
-    that control training or save together.
+    Those of the master alone run there; settings of those that decide or save together must agree.
     """
     if get_process_count() == 1:
         return list(callbacks)
@@ -243,11 +242,9 @@ class CallbackList:
         self._batch_hooks = {hook: self._functions(hook) for hook in _BATCH_HOOKS}
 
     def _scopes(self) -> list[CallbackScope]:
-        """Returns the callbacks with the processes on which they run, in the order of their calls.
-
-        In an elastic job they are as in several processes from the start.
-        """
+        """Returns the callbacks in the order of their calls, and on which processes they run."""
         prints = _prints()
+        # An elastic job is as one of several processes from the start.
         number = get_process_count() if link() is None else 2
         scopes = [
             callback_scope(given, num_processes=number, is_master=is_master_rank(), prints=prints)

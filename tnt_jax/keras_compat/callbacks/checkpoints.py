@@ -176,11 +176,9 @@ class OrbaxCheckpoint(ModelCheckpoint):
 
     The arguments are those of Keras's callback: of the newest checkpoints `max_to_keep` stay, all
     if it is None, and without `save_on_background` training waits until each is written; the
-    others are those of `ModelCheckpoint`.
-
-    `load_weights(directory)` and `tnt_jax.models.load_model(directory)` read the newest one, on any
-    number of devices. A checkpoint has the number of the last step. All processes write it
-    together.
+    others are those of `ModelCheckpoint`. `load_weights(directory)` and
+    `tnt_jax.models.load_model(directory)` read the newest one, on any number of devices. All
+    processes write a checkpoint together, under the number of the last step.
 
     Raises:
         ValueError: If an argument is out of range, or the directory has the name of a file.

@@ -53,10 +53,7 @@ class SavingTimes:
 
 
 class SavingSeconds:
-    """Says every so many seconds that a save is due, on all processes after the same batch.
-
-    Process 0 tells the others in few steps whether it is, and after how many steps they ask again.
-    """
+    """Says every so many seconds that a save is due, on all processes after the same batch."""
 
     def __init__(
         self, interval_s: float, *, alone: bool, clock: Callable[[], float] = time.monotonic

@@ -18,12 +18,9 @@ from tnt_jax.log import logger
 
 
 class LambdaCallback(Callback):
-    """Calls a function for each given hook, with the hook's arguments, on every process.
+    """Calls functions as hooks on every process: `on_epoch_end=lambda epoch, logs: ...`.
 
-    For instance `on_epoch_end=lambda epoch, logs: ...`.
-
-    Raises:
-        TypeError: If a hook is unknown; the message lists the hooks.
+    An unknown hook is a TypeError, which lists the hooks.
     """
 
     def __init__(
@@ -63,8 +60,7 @@ _TIMEOUT_S = 10.0
 class RemoteMonitor(Callback):
     """Posts the logs of each epoch to a server, from the master.
 
-    If the server does not answer, or answers with an error, a warning is logged and training
-    continues.
+    If the server does not answer, or answers with an error, training continues with a warning.
 
     Args:
         root: Address of the server.
@@ -119,11 +115,9 @@ class RemoteMonitor(Callback):
 class CSVLogger(Callback):
     """Writes the logs of each epoch to a CSV file, one row per epoch.
 
-    For the same logs the file is byte for byte that of Keras's callback.
-
-    The columns are those of the first epoch, sorted, and their `val_` forms; a missing value is
-    `NA`. A run that resumes from a backup goes on with the file of the interrupted run, and has
-    each epoch once.
+    For the same logs the file is byte for byte that of Keras's callback. The columns are those of
+    the first epoch, sorted, and their `val_` forms; a missing value is `NA`. A run that resumes
+    from a backup goes on with the file of the interrupted run, and has each epoch once.
 
     Args:
         filename: File to write.

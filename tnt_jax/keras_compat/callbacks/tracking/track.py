@@ -52,9 +52,8 @@ class Track(Callback):
     The logs of an epoch, with `epoch` and `learning_rate`, are recorded under their names, those of
     steps as `batch_loss` and the like, each with the number of steps so far. What defines the run
     (the settings of model, optimizer, loss and data with their checksums, seed and versions) is its
-    configuration. A run that resumes from a backup goes on in the same run of the tracker.
-
-    A tracker that cannot start is an error; if it fails later, training goes on with a warning.
+    configuration. A run that resumes from a backup goes on in the same run of the tracker. One that
+    cannot start is an error; if it fails later, training goes on with a warning.
 
     Args:
         tracker: Such as a `WeightsAndBiases`, an `MLflow` or a `Comet`; see `Tracker` for others.
