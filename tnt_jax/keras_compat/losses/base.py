@@ -2,10 +2,8 @@
 
 A loss gives one value per row of the batch (`call`). The loss of a batch is the quotient of two
 sums over its rows, so a batch can be split exactly: each rank returns its two sums (`terms`), and
-the step divides the totals.
-
-`check_outputs` and `check_labels` check the first batch: logits or probabilities, range of labels,
-shapes. They run on the host, on concrete arrays; inside a compiled step nothing can be checked.
+the step divides the totals. `check_outputs` and `check_labels` check the first batch on the host:
+inside a compiled step nothing can be checked.
 """
 
 from collections.abc import Callable
@@ -299,10 +297,7 @@ class LossFunctionWrapper(Loss):
         """Returns `fn(y_true, y_pred)` [batch, ...]."""
         trues, structure = jax.tree.flatten(y_true)
         if structure == jax.tree.structure(y_pred):
-            pairs = [
-                match_ranks(true, pred)
-                for true, pred in zip(trues, jax.tree.leaves(y_pred), strict=True)
-            ]
+            pairs = list(map(match_ranks, trues, jax.tree.leaves(y_pred)))
             y_true, y_pred = (
                 structure.unflatten([pair[side] for pair in pairs]) for side in (0, 1)
             )

@@ -284,10 +284,9 @@ class _Crossentropy(LossFunctionWrapper):
 
 
 class SparseCategoricalCrossentropy(_Crossentropy):
-    """Cross-entropy of integer labels [batch, ...] and outputs [batch, ..., classes].
+    """Cross-entropy of integer labels: `losses.sparse_categorical_crossentropy`.
 
-    Labels equal to `ignore_class` count neither in the sum nor in the mean; see
-    `losses.sparse_categorical_crossentropy`.
+    Labels [batch, ...] equal to `ignore_class` count neither in the sum nor in the mean.
     """
 
     targets = "class_index"

@@ -45,10 +45,8 @@ def mean_squared_logarithmic_error(y_true: ArrayLike, y_pred: ArrayLike) -> jax.
     Numbers below 1e-7 count as 1e-7.
     """
     y_true, y_pred = _matched(y_true, y_pred)
-    difference = jnp.log(jnp.maximum(y_pred, EPSILON) + 1) - jnp.log(
-        jnp.maximum(y_true, EPSILON) + 1
-    )
-    return jnp.mean(jnp.square(difference), axis=-1)
+    log_true, log_pred = (jnp.log(jnp.maximum(y, EPSILON) + 1) for y in (y_true, y_pred))
+    return jnp.mean(jnp.square(log_pred - log_true), axis=-1)
 
 
 def huber(y_true: ArrayLike, y_pred: ArrayLike, delta: float = 1.0) -> jax.Array:

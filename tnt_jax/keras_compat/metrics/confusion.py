@@ -41,15 +41,13 @@ def aligned(
 def counts_at(
     thresholds: Sequence[float], y_true: jax.Array, y_pred: jax.Array, weight: jax.Array
 ) -> Sums:
-    """Returns the four weighted counts at each threshold [thresholds] for flat decisions [n].
-
-    Evenly spaced thresholds are counted in one pass, as a histogram that is summed from above; as
-    in Keras, an output on a threshold thus falls on the same side.
-    """
+    """Returns the four weighted counts at each threshold [thresholds] for flat decisions [n]."""
     positive = y_true * weight
     negative = (1 - y_true) * weight
     even = np.linspace(0, 1, len(thresholds))
     if len(thresholds) >= 3 and np.allclose(thresholds, even, atol=EPSILON):
+        # In one pass, as a histogram that is summed from above; as in Keras, an output on a
+        # threshold thus falls on the same side.
         is_widened = thresholds[0] < 0
         bucket = jnp.ceil(jnp.clip(y_pred, 0, 1) * (len(thresholds) - 1)) - 1
         # A segment number of len(thresholds) is dropped: the output is above no threshold.
@@ -227,12 +225,10 @@ _HEIGHTS = {
 
 
 def _pr_area(sums: Sums) -> jax.Array:
-    """Returns the area under the precision-recall curve.
-
-    True positives are interpolated between thresholds. Between two points, precision = (slope * p +
-    intercept) / p for p positive decisions; its integral over recall is summed (Davis and Goadrich
-    2006, "The relationship between precision-recall and ROC curves").
-    """
+    """Returns the area under the precision-recall curve, with interpolated true positives."""
+    # Between two points, precision = (slope * p + intercept) / p for p positive decisions; its
+    # integral over recall is summed (Davis and Goadrich 2006, "The relationship between
+    # precision-recall and ROC curves").
     true_positives = sums[TRUE_POSITIVES]
     positives = true_positives + sums[FALSE_POSITIVES]
     step = true_positives[:-1] - true_positives[1:]
@@ -246,9 +242,7 @@ def _pr_area(sums: Sums) -> jax.Array:
 
 
 class ThresholdCounts(Metric):
-    """Base class of metrics made from counts at thresholds.
-
-    An output above a threshold is a positive decision.
+    """Base class of metrics made from counts at thresholds; outputs above are positive decisions.
 
     Args:
         name: See `Metric`.
@@ -486,9 +480,7 @@ class RecallAtPrecision(_BestUnderConstraint):
 
 
 class FBetaScore(Metric):
-    """(1 + beta^2) * precision * recall / (beta^2 * precision + recall).
-
-    Targets and outputs are [rows, classes].
+    """(1 + beta^2) * precision * recall / (beta^2 * precision + recall), of [rows, classes].
 
     Args:
         average: None for one score per class; `"micro"`: of the counts of all classes; `"macro"`:

@@ -14,9 +14,7 @@ from tnt_jax.keras_compat.metrics.base import Metric, Sums
 
 
 class IoU(Metric):
-    """Mean over some classes of true positives / (labelled or predicted).
-
-    Classes that never occur do not count.
+    """Mean over some classes of true positives / (labelled or predicted), of those that occur.
 
     Args:
         num_classes: Number of classes. Labels and predictions outside [0, num_classes) are ignored.
@@ -124,8 +122,6 @@ class IoU(Metric):
 
 class BinaryIoU(IoU):
     """Mean intersection over union of the classes 0 and 1.
-
-    Outputs from `threshold` on are class 1.
 
     Args:
         target_class_ids: `(0,)`, `(1,)` or both.

@@ -230,9 +230,7 @@ def top_k_categorical_accuracy(y_true: ArrayLike, y_pred: ArrayLike, k: int = 5)
 def sparse_top_k_categorical_accuracy(
     y_true: ArrayLike, y_pred: ArrayLike, k: int = 5, from_sorted_ids: bool = False
 ) -> jax.Array:
-    """Returns where fewer than `k` outputs are larger than the labelled one.
-
-    Ties thus count as right.
+    """Returns where fewer than `k` outputs are larger than the labelled one: ties count as right.
 
     Args:
         y_true: Labels [rows, ...] or [rows, ..., 1].

@@ -31,9 +31,7 @@ class RootMeanSquaredError(Metric):
 
 
 class R2Score(Metric):
-    """1 - (sum of squared errors) / (sum of squared deviations from the mean).
-
-    Outputs are [rows, outputs].
+    """1 - (sum of squared errors) / (sum of squared deviations from the mean), [rows, outputs].
 
     Args:
         class_aggregation: `"uniform_average"` of the outputs, `"variance_weighted_average"`, or
