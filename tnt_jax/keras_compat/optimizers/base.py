@@ -64,9 +64,7 @@ class OptimizerState(NamedTuple):
 
 
 class Optimizer(Recorded):
-    """Base class of optimizers, with the options and order of `keras.optimizers.Optimizer`.
-
-    The numbers are those of Keras, too.
+    """Base class of optimizers: options, order and numbers of `keras.optimizers.Optimizer`.
 
     Args:
         learning_rate: A number, a schedule `step -> rate`, or a function without arguments, which
@@ -123,16 +121,12 @@ class Optimizer(Recorded):
             )
         if not 0 <= ema_momentum <= 1:
             raise ValueError(f"ema_momentum must be in [0, 1], got {ema_momentum}.")
-        if ema_overwrite_frequency is not None and ema_overwrite_frequency < 1:
-            raise ValueError(
-                "ema_overwrite_frequency must be at least 1 or None, got "
-                f"{ema_overwrite_frequency}."
-            )
-        if gradient_accumulation_steps is not None and gradient_accumulation_steps < 2:
-            raise ValueError(
-                "gradient_accumulation_steps must be at least 2 or None, got "
-                f"{gradient_accumulation_steps}."
-            )
+        for option, value, least in (
+            ("ema_overwrite_frequency", ema_overwrite_frequency, 1),
+            ("gradient_accumulation_steps", gradient_accumulation_steps, 2),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"{option} must be at least {least} or None, got {value}.")
         self.learning_rate: LearningRate | None = (
             learning_rate if callable(learning_rate) else float(learning_rate)
         )
@@ -277,9 +271,8 @@ class Optimizer(Recorded):
         step = (state.count + 1).astype(jnp.float32)
         shared = self.update_shared(state.shared, step)
         updates, new_slots = [], []
-        for (path, param), grad, slots in zip(
-            leaves, self.clip(structure.flatten_up_to(grads)), all_slots, strict=True
-        ):
+        grads = self.clip(structure.flatten_up_to(grads))
+        for (path, param), grad, slots in zip(leaves, grads, all_slots, strict=True):
             # Half-precision weights are updated in float32: 1 - 0.999 ** step is 0 in bfloat16.
             wide = jnp.promote_types(param.dtype, jnp.float32)
             decay = self.decay_of(param, _path(path)) * rate * param.astype(wide)
@@ -288,13 +281,10 @@ class Optimizer(Recorded):
                 grad.astype(wide), param.astype(wide) - decay, wide_slots, rate, step, shared
             )
             updates.append((update - decay).astype(param.dtype))
-            new_slots.append(
-                {name: slot.astype(slots[name].dtype) for name, slot in wide_slots.items()}
-            )
+            new_slots.append({name: x.astype(slots[name].dtype) for name, x in wide_slots.items()})
         updates, average = self._averaged(structure.unflatten(updates), params, state)
-        return updates, OptimizerState(
-            state.count + 1, structure.unflatten(new_slots), shared, average
-        )
+        slots = structure.unflatten(new_slots)
+        return updates, OptimizerState(state.count + 1, slots, shared, average)
 
     def _averaged(self, updates: Any, params: Any, state: OptimizerState) -> tuple[Any, Any]:
         """Returns updates and averaged weights, to which updates lead where they overwrite."""
@@ -306,9 +296,8 @@ class Optimizer(Recorded):
         kept = momentum ** ((self.gradient_accumulation_steps or 1) - 1)
 
         def mean(average: Array, old: Array, new: Array) -> Array:
-            return (momentum * (kept * average + (1 - kept) * old) + (1 - momentum) * new).astype(
-                new.dtype
-            )
+            before = kept * average + (1 - kept) * old
+            return (momentum * before + (1 - momentum) * new).astype(new.dtype)
 
         average = jax.tree.map(mean, state.average, params, optax.apply_updates(params, updates))
         if self.ema_overwrite_frequency is None:
@@ -391,10 +380,8 @@ def write_learning_rate(opt_state: Any, learning_rate: Any) -> Any:
     def replaced(node: Any) -> Any:
         if not _is_injected(node):
             return node
-        old = node.hyperparams["learning_rate"]
-        return node._replace(
-            hyperparams={**node.hyperparams, "learning_rate": _like(old, learning_rate)}
-        )
+        rate = _like(node.hyperparams["learning_rate"], learning_rate)
+        return node._replace(hyperparams={**node.hyperparams, "learning_rate": rate})
 
     return jax.tree.map(replaced, opt_state, is_leaf=_is_injected)
 

@@ -225,9 +225,8 @@ class Ftrl(Optimizer):
         quadratic = accumulator**power / rate + 2 * (
             self.l2_regularization_strength + self.beta / (2 * rate)
         )
-        clipped = jnp.clip(
-            linear, -self.l1_regularization_strength, self.l1_regularization_strength
-        )
+        l1 = self.l1_regularization_strength
+        clipped = jnp.clip(linear, -l1, l1)
         slots = {"accumulator": accumulator, "linear": linear}
         return (clipped - linear) / quadratic - param, slots
 
@@ -251,9 +250,7 @@ class ScheduleFreeAdamW(Optimizer):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(learning_rate, **options)
-        self.beta_1 = beta_1
-        self.beta_2 = beta_2
-        self.epsilon = epsilon
+        self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
         self.warmup_steps = warmup_steps
 
     def init_leaf(self, param: Array, path: str) -> Slots:

@@ -97,9 +97,8 @@ class _Rule:
         index = {id(variable): i for i, variable in enumerate(variables)}
         averages = self.optimizer._model_variables_moving_average if self.optimizer.use_ema else []
         self.average_index = [index[id(average)] for average in averages]
-        self.rate_index = None
-        if not self.is_scheduled:
-            self.rate_index = [variable.name for variable in variables].index("learning_rate")
+        names = [variable.name for variable in variables]
+        self.rate_index = None if self.is_scheduled else names.index("learning_rate")
         return self._split([jnp.asarray(value) for value in values])
 
     def _exempt(self, trained: Mapping[str, Any]) -> None:
@@ -140,9 +139,8 @@ class _Rule:
             rate = jnp.asarray(self.optimizer._learning_rate(last_step), jnp.float32)
         else:
             rate = values[self.rate_index]
-        average = None
-        if self.average_index:
-            average = self.structure.unflatten([values[i] for i in self.average_index])
+        averages = [values[i] for i in self.average_index]
+        average = self.structure.unflatten(averages) if averages else None
         apart = (self.rate_index, *self.average_index)
         rest = [value for i, value in enumerate(values) if i not in apart]
         states = {"learning_rate": ()} if self.is_scheduled else {}

@@ -18,11 +18,10 @@ from tnt_jax.keras_compat.optimizers.base import (
 
 
 class Adafactor(Optimizer):
-    """Adam with the second moment of a matrix stored as row and column means.
+    """Adam with the second moment of a matrix as row and column means.
 
-    It is that of Shazeer and Stern 2018, arXiv:1804.04235.
-    The rate is at most 1 / sqrt(step) and is scaled by the root mean square of the weights, at
-    least `epsilon_2`. As in Keras, that bound holds for any `relative_step`.
+    Shazeer and Stern 2018, arXiv:1804.04235. The rate is at most 1 / sqrt(step), as in Keras for
+    any `relative_step`, and is scaled by the root mean square of the weights, at least `epsilon_2`.
     """
 
     def __init__(
@@ -39,18 +38,14 @@ class Adafactor(Optimizer):
         self.beta_2_decay = beta_2_decay
         self.clip_threshold = clip_threshold
         self.relative_step = relative_step
-        self.epsilon_1 = epsilon_1
-        self.epsilon_2 = epsilon_2
+        self.epsilon_1, self.epsilon_2 = epsilon_1, epsilon_2
 
     def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns row and column means for two or more dimensions, else the full second moment."""
         if param.ndim < 2:
             return {"velocity": jnp.zeros_like(param)}
-        columns = (*param.shape[:-2], param.shape[-1])
-        return {
-            "rows": jnp.zeros(param.shape[:-1], param.dtype),
-            "columns": jnp.zeros(columns, param.dtype),
-        }
+        shapes = {"rows": param.shape[:-1], "columns": (*param.shape[:-2], param.shape[-1])}
+        return {name: jnp.zeros(shape, param.dtype) for name, shape in shapes.items()}
 
     def update_leaf(
         self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
@@ -106,19 +101,15 @@ class Muon(Optimizer):
         **options: Unpack[OptionsButDecay],
     ) -> None:
         super().__init__(learning_rate, weight_decay=weight_decay, **options)
-        self.adam_beta_1 = adam_beta_1
-        self.adam_beta_2 = adam_beta_2
+        self.adam_beta_1, self.adam_beta_2 = adam_beta_1, adam_beta_2
         self.adam_weight_decay = adam_weight_decay
         self.epsilon = epsilon
         self.adam_lr_ratio = adam_lr_ratio
         self.exclude_layers = list(exclude_layers or ())
         self.exclude_embeddings = exclude_embeddings
-        self.muon_a = muon_a
-        self.muon_b = muon_b
-        self.muon_c = muon_c
+        self.muon_a, self.muon_b, self.muon_c = muon_a, muon_b, muon_c
         self.ns_steps = ns_steps
-        self.momentum = momentum
-        self.nesterov = nesterov
+        self.momentum, self.nesterov = momentum, nesterov
         self.rms_rate = rms_rate
 
     def uses_adam(self, param: Array, path: str) -> bool:
@@ -148,27 +139,23 @@ class Muon(Optimizer):
             return self._adam(grad, slots, rate * self.adam_lr_ratio, step)
         momentum = grad + self.momentum * slots["momentum"]
         direction = grad + self.momentum * momentum if self.nesterov else momentum
-        update = -rate * orthogonalized(
-            direction, (self.muon_a, self.muon_b, self.muon_c), self.ns_steps
-        )
+        coefficients = (self.muon_a, self.muon_b, self.muon_c)
+        update = -rate * orthogonalized(direction, coefficients, self.ns_steps)
         scale = 1.0 if self.rms_rate is None else self.rms_rate * max(param.shape) ** 0.5
         return update * scale, {"momentum": momentum}
 
     def _adam(self, grad: Array, slots: Slots, rate: Array, step: Array) -> tuple[Array, Slots]:
         moments = update_moments(grad, slots, self.adam_beta_1, self.adam_beta_2)
         alpha = rate * jnp.sqrt(1 - self.adam_beta_2**step) / (1 - self.adam_beta_1**step)
-        return -alpha * moments["momentum"] / (
-            jnp.sqrt(moments["velocity"]) + self.epsilon
-        ), moments
+        divisor = jnp.sqrt(moments["velocity"]) + self.epsilon
+        return -alpha * moments["momentum"] / divisor, moments
 
 
 def orthogonalized(
     matrix: Array, coefficients: tuple[float, float, float], num_iterations: int
 ) -> Array:
-    """Returns a matrix with the same singular vectors and singular values near one.
-
-    It is computed by a quintic Newton-Schulz iteration: x -> a x + b (x x^T) x + c (x x^T)^2 x.
-    """
+    """Returns a matrix with the same singular vectors and singular values near one."""
+    # The quintic Newton-Schulz iteration: x -> a x + b (x x^T) x + c (x x^T)^2 x.
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix

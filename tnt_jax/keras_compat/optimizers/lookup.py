@@ -111,8 +111,7 @@ def deserialize(
 
 
 def _by_name(name: str) -> Optimizer:
-    own = _BY_LOWER_NAME.get(name.lower())
-    if own is not None:
+    if own := _BY_LOWER_NAME.get(name.lower()):
         return _CLASSES[own]()
     keras_class = keras_objects.find_class(name.lower(), "optimizers")
     if keras_class is None:

@@ -24,9 +24,7 @@ _SAYING_NOTHING = {
 
 
 class LossScaleOptimizer(Optimizer):
-    """Scales the loss, and unscales the gradients for another optimizer.
-
-    This keeps small gradients from underflowing in float16.
+    """Scales the loss, so that small gradients do not underflow in float16, and unscales them.
 
     If the gradients, summed over all ranks, are not all finite, a step changes no weights and
     halves the scale. `dynamic_growth_steps` finite steps in a row double it. With
@@ -111,11 +109,9 @@ def _check(inner: Any, options: dict[str, Any]) -> None:
             "LossScaleOptimizer has no dynamic=False: pass loss_scale_factor to the inner "
             "optimizer instead."
         )
-    unknown = [name for name in options if name not in _SAYING_NOTHING]
-    if unknown:
+    if unknown := [name for name in options if name not in _SAYING_NOTHING]:
         raise ValueError(f"LossScaleOptimizer has no option {', '.join(unknown)}.")
-    given = [name for name, value in options.items() if value != _SAYING_NOTHING[name]]
-    if given:
+    if given := [name for name, value in options.items() if value != _SAYING_NOTHING[name]]:
         raise ValueError(
             f"LossScaleOptimizer does not take {', '.join(given)}: pass it to inner_optimizer."
         )
