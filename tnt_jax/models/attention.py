@@ -76,14 +76,13 @@ class Attention(nn.Module):
             weight_BNTS = self.weight_dropout(weight_BNTS, deterministic=False)
             x_BTNH = jnp.einsum("BNTS,BSNH->BTNH", weight_BNTS, value_BSNH)
         else:
-            implementation = self.implementation or fastest_implementation(query_BTNH)
             x_BTNH = jax.nn.dot_product_attention(
                 query_BTNH,
                 key_BSNH,
                 value_BSNH,
                 is_causal=causal,
                 key_value_seq_lengths=lengths_B,
-                implementation=implementation,
+                implementation=self.implementation or fastest_implementation(query_BTNH),
             )
         return self.output(x_BTNH)
 
@@ -112,9 +111,7 @@ class Attention(nn.Module):
 def attention_weights(
     query_BTNH: jax.Array, key_BSNH: jax.Array, *, lengths_B: jax.Array | None, causal: bool
 ) -> jax.Array:
-    """Returns softmax(query key^T / sqrt(H)) [B, N, T, S], computed in float32.
-
-    The dtype of the result is that of the inputs.
+    """Returns softmax(query key^T / sqrt(H)) [B, N, T, S], computed in float32, in their dtype.
 
     Keys from `lengths_B` on, and with `causal` those after the query, get the weight zero.
     """
@@ -141,10 +138,7 @@ def fastest_implementation(query_BTNH: jax.Array) -> Implementation:
     """
     device = jax.devices()[0]
     head_width = query_BTNH.shape[-1]
-    fits = (
-        query_BTNH.dtype in (jnp.bfloat16, jnp.float16)
-        and head_width % 8 == 0
-        and head_width <= 128
-    )
+    is_half = query_BTNH.dtype in (jnp.bfloat16, jnp.float16)
+    fits = is_half and head_width % 8 == 0 and head_width <= 128
     is_nvidia = device.platform == "gpu" and "cuda" in device.client.platform_version
     return "cudnn" if fits and is_nvidia and float(device.compute_capability) >= 8.0 else "xla"

@@ -10,6 +10,7 @@ Shape legend: B batch, K beams, L length of the result, V vocabulary.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -126,20 +127,13 @@ def beam_search(
         return (beams.position < length) & ~jnp.all(is_done(beams))
 
     def extend(beams: _Beams) -> _Beams:
-        open_B, ended_B, parents_B, cache = _candidates(
-            step, beams, num_beams=num_beams, eos_id=eos_id
-        )
+        open_B, ended_B, parents_B, cache = _candidates(step, beams, num_beams, eos_id)
         penalty = length_penalty(beams.position + 1, alpha)
-        finished = _best(
-            beams.finished, ended_B._replace(scores_BK=ended_B.scores_BK / penalty), num_beams
-        )
-        finished = jax.tree.map(
-            lambda old, new: jnp.where(
-                is_done(beams).reshape(-1, *(1,) * (old.ndim - 1)), old, new
-            ),
-            beams.finished,
-            finished,
-        )
+        ended_B = ended_B._replace(scores_BK=ended_B.scores_BK / penalty)
+        both = jax.tree.map(partial(jnp.append, axis=1), beams.finished, ended_B)
+        finished, _ = _top(both, num_beams)
+        keep_done = partial(jax.vmap(jnp.where), is_done(beams))
+        finished = jax.tree.map(keep_done, beams.finished, finished)
         alive, order_BK = _top(open_B, num_beams)
         parents_BK = jnp.take_along_axis(parents_B, order_BK, axis=1)
         cache = jax.tree.map(lambda leaf: _gather(leaf, parents_BK), cache)
@@ -155,35 +149,21 @@ def beam_search(
 
 
 def _candidates(
-    step: Step, beams: _Beams, *, num_beams: int, eos_id: int
+    step: Step, beams: _Beams, num_beams: int, eos_id: int
 ) -> tuple[Sequences, Sequences, jax.Array, Any]:
-    """Returns the 2K best continuations as open and as ended sequences, parents, and the cache.
-
-    The score is -inf for sequences of the other kind. At most K of 2K continuations end, one for
-    each beam, so at least K stay open.
-    """
-    logits_BKV, cache = step(
-        _previous(beams.alive.tokens_BKL, beams.position), beams.position, beams.cache
-    )
-    log_probs_BKV = (
-        jax.nn.log_softmax(logits_BKV.astype(jnp.float32)) + beams.alive.scores_BK[..., None]
-    )
-    vocab_size = logits_BKV.shape[-1]
-    scores_BC, flat_BC = jax.lax.top_k(
-        log_probs_BKV.reshape(log_probs_BKV.shape[0], -1), 2 * num_beams
-    )
-    parents_BC = flat_BC // vocab_size
-    token_BC = flat_BC % vocab_size
-    tokens_BCL = _write(_gather(beams.alive.tokens_BKL, parents_BC), token_BC, beams.position)
+    """Returns the 2K best continuations as open and as ended sequences, parents, and the cache."""
+    # At most K of them end, one for each beam, so at least K stay open.
+    alive, position = beams.alive, beams.position
+    logits_BKV, cache = step(_previous(alive.tokens_BKL, position), position, beams.cache)
+    log_probs_BKV = jax.nn.log_softmax(logits_BKV.astype(jnp.float32)) + alive.scores_BK[..., None]
+    flat_BX = log_probs_BKV.reshape(log_probs_BKV.shape[0], -1)
+    scores_BC, index_BC = jax.lax.top_k(flat_BX, 2 * num_beams)
+    parents_BC, token_BC = jnp.divmod(index_BC, logits_BKV.shape[-1])
+    tokens_BCL = _write(_gather(alive.tokens_BKL, parents_BC), token_BC, position)
     ends_BC = token_BC == eos_id
     still_open = Sequences(tokens_BCL, jnp.where(ends_BC, -jnp.inf, scores_BC))
     ended = Sequences(tokens_BCL, jnp.where(ends_BC, scores_BC, -jnp.inf))
     return still_open, ended, parents_BC, cache
-
-
-def _best(left: Sequences, right: Sequences, count: int) -> Sequences:
-    both = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), left, right)
-    return _top(both, count)[0]
 
 
 def _top(sequences: Sequences, count: int) -> tuple[Sequences, jax.Array]:
@@ -193,9 +173,8 @@ def _top(sequences: Sequences, count: int) -> tuple[Sequences, jax.Array]:
 
 def _gather(leaf: jax.Array, index_BK: jax.Array) -> jax.Array:
     """Returns leaf[b, index[b, k]] for a leaf [B, J, ...]."""
-    return jnp.take_along_axis(
-        leaf, index_BK.reshape(*index_BK.shape, *(1,) * (leaf.ndim - 2)), axis=1
-    )
+    index = index_BK.reshape(*index_BK.shape, *(1,) * (leaf.ndim - 2))
+    return jnp.take_along_axis(leaf, index, axis=1)
 
 
 def _previous(tokens_BKL: jax.Array, position: jax.Array) -> jax.Array:

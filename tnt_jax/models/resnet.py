@@ -49,10 +49,9 @@ class _Block(nn.Module):
     def _with_shortcut(self, y_BHWC: jax.Array, x_BHWC: jax.Array) -> jax.Array:
         """Returns the ReLU of a result and the block's input, projected to its shape if need be."""
         if x_BHWC.shape != y_BHWC.shape:
-            x_BHWC = self.conv(
-                y_BHWC.shape[-1], (1, 1), strides=self.strides, name="shortcut_conv"
-            )(x_BHWC)
-            x_BHWC = self.norm(name="shortcut_norm")(x_BHWC)
+            features = y_BHWC.shape[-1]
+            conv = self.conv(features, (1, 1), strides=self.strides, name="shortcut_conv")
+            x_BHWC = self.norm(name="shortcut_norm")(conv(x_BHWC))
         return nn.relu(x_BHWC + y_BHWC)
 
 
@@ -146,10 +145,8 @@ class ResNet(nn.Module):
         norm = batch_norm(
             train=train, axis_name=self.bn_axis_name, epsilon=self.bn_epsilon, dtype=self.dtype
         )
-        x_BHWC = conv(self.width, (7, 7), strides=2, padding=3, name="stem_conv")(
-            images.astype(self.dtype)
-        )
-        x_BHWC = nn.relu(norm(name="stem_norm")(x_BHWC))
+        stem = conv(self.width, (7, 7), strides=2, padding=3, name="stem_conv")
+        x_BHWC = nn.relu(norm(name="stem_norm")(stem(images.astype(self.dtype))))
         # Padding a maximum with zeros is exact here: ReLU leaves nothing below zero.
         x_BHWC = jnp.pad(x_BHWC, ((0, 0), (1, 1), (1, 1), (0, 0)))
         x_BHWC = nn.max_pool(x_BHWC, (3, 3), strides=(2, 2))
@@ -232,11 +229,8 @@ class CifarBlock(_Block):
         y_BHWC = self.norm(scale_init=nn.initializers.zeros)(y_BHWC)
         new_channels = self.features - x_BHWC.shape[-1]
         shortcut_BHWC = x_BHWC[:, :: self.strides, :: self.strides]
-        shortcut_BHWC = jnp.pad(
-            shortcut_BHWC,
-            ((0, 0), (0, 0), (0, 0), (new_channels // 2, new_channels - new_channels // 2)),
-        )
-        return nn.relu(shortcut_BHWC + y_BHWC)
+        padding = ((0, 0), (0, 0), (0, 0), (new_channels // 2, new_channels - new_channels // 2))
+        return nn.relu(jnp.pad(shortcut_BHWC, padding) + y_BHWC)
 
 
 class CifarResNet(nn.Module):
@@ -295,9 +289,8 @@ class SmallBlock(_Block):
     @nn.compact
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         """Maps [B, H, W, C] to [B, H / strides, W / strides, features]."""
-        y_BHWC = nn.relu(
-            self.norm()(self.conv(self.features, (1, 1), strides=self.strides)(x_BHWC))
-        )
+        y_BHWC = self.conv(self.features, (1, 1), strides=self.strides)(x_BHWC)
+        y_BHWC = nn.relu(self.norm()(y_BHWC))
         y_BHWC = nn.relu(self.norm()(self.conv(self.features, (3, 3), padding=1)(y_BHWC)))
         y_BHWC = self.norm()(self.conv(self.features, (1, 1))(y_BHWC))
         return self._with_shortcut(y_BHWC, x_BHWC)

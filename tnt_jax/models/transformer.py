@@ -88,9 +88,8 @@ class DecoderLayer(_Layer):
         y_BTD = self.attend_norm(x_BTD)
         y_BTD = self.attend(y_BTD, y_BTD, lengths_B=None, causal=True, train=train)
         x_BTD = x_BTD + self.drop(y_BTD, deterministic=not train)
-        y_BTD = self.attend_memory(
-            self.memory_norm(x_BTD), memory_BSD, lengths_B=lengths_B, train=train
-        )
+        y_BTD = self.memory_norm(x_BTD)
+        y_BTD = self.attend_memory(y_BTD, memory_BSD, lengths_B=lengths_B, train=train)
         x_BTD = x_BTD + self.drop(y_BTD, deterministic=not train)
         y_BTD = self.filter(self.filter_norm(x_BTD), train=train)
         return x_BTD + self.drop(y_BTD, deterministic=not train)
@@ -122,9 +121,8 @@ class DecoderLayer(_Layer):
         y_R1D = y_BKD.reshape(num_rows * num_beams, 1, -1)
         seen_R = jnp.full(num_rows * num_beams, position + 1, jnp.int32)
         x_BKD = x_BKD + self.attend.attend(y_R1D, *flat, lengths_B=seen_R).reshape(x_BKD.shape)
-        x_BKD = x_BKD + self.attend_memory.attend(
-            self.memory_norm(x_BKD), *memory, lengths_B=lengths_B
-        )
+        y_BKD = self.memory_norm(x_BKD)
+        x_BKD = x_BKD + self.attend_memory.attend(y_BKD, *memory, lengths_B=lengths_B)
         x_BKD = x_BKD + self.filter(self.filter_norm(x_BKD), train=False)
         return x_BKD, cache
 
@@ -242,14 +240,10 @@ class Transformer(nn.Module):
         return self.encoder_norm(x_BSD)
 
     def remember(self, sources: jax.Array) -> Memory:
-        """Encodes token ids [B, S] and projects them for every decoder layer.
-
-        Call it once per translation.
-        """
+        """Encodes token ids [B, S] and projects them for all decoder layers, once a translation."""
         memory_BSD = self.encode(sources, train=False)
-        return Memory(
-            [layer.project_memory(memory_BSD) for layer in self.decoder], real_lengths(sources)
-        )
+        layers = [layer.project_memory(memory_BSD) for layer in self.decoder]
+        return Memory(layers, real_lengths(sources))
 
     def empty_cache(self, batch_size: int, *, num_beams: int, num_places: int) -> list[LayerCache]:
         """Returns zeros [B, K, L, N, H] for the keys and values of each decoder layer."""
@@ -268,14 +262,11 @@ class Transformer(nn.Module):
         keys and values of earlier positions, the memory the encoded sources.
         """
         x_BKD = self._add_positions(self._embed(tokens_BK), position)
+        where = {"position": position, "lengths_B": memory.lengths_B}
         filled = []
-        for layer, layer_cache, layer_memory in zip(
-            self.decoder, cache, memory.layers, strict=True
-        ):
-            x_BKD, layer_cache = layer.step(
-                x_BKD, layer_cache, layer_memory, position=position, lengths_B=memory.lengths_B
-            )
-            filled.append(layer_cache)
+        for layer, kept, of_layer in zip(self.decoder, cache, memory.layers, strict=True):
+            x_BKD, kept = layer.step(x_BKD, kept, of_layer, **where)
+            filled.append(kept)
         return self._logits(self.decoder_norm(x_BKD)), filled
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
@@ -288,12 +279,8 @@ class Transformer(nn.Module):
         return x + sinusoids(positions, self.width).astype(self.dtype)
 
     def _logits(self, x: jax.Array) -> jax.Array:
-        return jnp.einsum(
-            "...D,VD->...V",
-            x,
-            self.embedding.astype(self.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        embedding = self.embedding.astype(self.dtype)
+        return jnp.einsum("...D,VD->...V", x, embedding, preferred_element_type=jnp.float32)
 
 
 def real_lengths(tokens: jax.Array) -> jax.Array:
@@ -318,7 +305,6 @@ def sinusoids(positions: jax.Array, width: int) -> jax.Array:
     if width % 2 or width < 4:
         raise ValueError(f"width must be even and at least 4, but is {width}.")
     step = math.log(1e4) / (width // 2 - 1)
-    angles = jnp.asarray(positions, jnp.float32)[..., None] * jnp.exp(
-        -step * jnp.arange(width // 2, dtype=jnp.float32)
-    )
+    rates = jnp.exp(-step * jnp.arange(width // 2, dtype=jnp.float32))
+    angles = jnp.asarray(positions, jnp.float32)[..., None] * rates
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)

@@ -54,11 +54,7 @@ class Translator(Transformer):
 
     def as_transformer(self) -> Transformer:
         """Returns the training view, without variables."""
-        names = [
-            field.name
-            for field in dataclasses.fields(Transformer)
-            if field.name not in ("parent", "name")
-        ]
+        names = {field.name for field in dataclasses.fields(Transformer)} - {"parent", "name"}
         return Transformer(**{name: getattr(self, name) for name in names}, parent=None)
 
 
