@@ -109,9 +109,7 @@ def restore(callbacks: Iterable[Any], states: Sequence[Any], arrays: Mapping[str
     for place, callback in own.items():
         if state := found.get(place):
             _set_state(callback, state)
-    missing = [
-        name for (name, number), state in found.items() if state and (name, number) not in own
-    ]
+    missing = [place[0] for place, state in found.items() if state and place not in own]
     if missing:
         logger.warning(
             "The interrupted run had callbacks that this one has not: %s. Their state is lost.",
@@ -121,10 +119,8 @@ def restore(callbacks: Iterable[Any], states: Sequence[Any], arrays: Mapping[str
 
 def numbered(arrays: Mapping[str, np.ndarray], prefix: str) -> list[np.ndarray]:
     """Returns the arrays at `prefix/0`, `prefix/1` and so on."""
-    numbers = sorted(
-        int(path.removeprefix(f"{prefix}/")) for path in arrays if path.startswith(f"{prefix}/")
-    )
-    return [arrays[f"{prefix}/{number}"] for number in numbers]
+    paths = [path for path in arrays if path.startswith(f"{prefix}/")]
+    return [arrays[path] for path in sorted(paths, key=lambda path: int(path[len(prefix) + 1 :]))]
 
 
 def _by_name(pairs: Iterable[tuple[str, Any]]) -> dict[tuple[str, int], Any]:
@@ -166,19 +162,13 @@ def _keras_attributes(callback: Any) -> tuple[str, ...]:
 def _restored(
     state: Mapping[str, Any], path: str, arrays: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
-    restored = dict(state)
-    for name, value in state.items():
-        if isinstance(value, dict) and set(value) == {"num_arrays"}:
-            restored[name] = numbered(arrays, f"{path}/{name}")
-    return restored
+    told = [name for name, x in state.items() if isinstance(x, dict) and set(x) == {"num_arrays"}]
+    return {**state, **{name: numbered(arrays, f"{path}/{name}") for name in told}}
 
 
 def _is_arrays(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(item, np.ndarray) for item in value)
-    )
+    is_list = isinstance(value, list) and bool(value)
+    return is_list and all(isinstance(item, np.ndarray) for item in value)
 
 
 BACKUP_PREFIX = "tnt_jax_backup"
@@ -404,13 +394,10 @@ class BackupAndRestore(Callback):
 
     def _report(self, position: Position, changes: Mapping[str, str], *, has_ended: bool) -> None:
         """Prints where training resumes, also with `verbose=0`."""
+        place = f"after batch {position.batch} of epoch {position.epoch + 1}"
+        text = f"Training resumes from {self.where}, {place}"
         if has_ended:
             text = f"Training had ended, as {self.where} says"
-        else:
-            text = (
-                f"Training resumes from {self.where}, after batch {position.batch} of epoch "
-                f"{position.epoch + 1}"
-            )
         if changes:
             text += f", with changes: {'; '.join(changes.values())}"
         print(f"{text}; delete {self.where} to start over.", flush=True)
@@ -420,14 +407,11 @@ class BackupAndRestore(Callback):
         if self._watch is None:
             return False
         value = self._watch.value(logs, who="BackupAndRestore")
-        if (
-            value is None
-            or not math.isfinite(value)
-            or not self._watch.is_better(value, self._best)
-        ):
+        if value is None or not math.isfinite(value):
             return False
-        self._best = float(value)
-        return True
+        if is_better := bool(self._watch.is_better(value, self._best)):
+            self._best = float(value)
+        return is_better
 
     @property
     def _is_alone(self) -> bool:

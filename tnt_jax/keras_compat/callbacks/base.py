@@ -32,9 +32,7 @@ DECIDING = """
     SwapEMAWeights OptunaPruning BackupAndRestore RayReport History
 """.split()
 # Keras's own callbacks that write files or send data.
-_KERAS_WRITERS = """
-    ModelCheckpoint CSVLogger TensorBoard BackupAndRestore RemoteMonitor
-""".split()
+_KERAS_WRITERS = "ModelCheckpoint CSVLogger TensorBoard BackupAndRestore RemoteMonitor".split()
 _REJECTED = {
     "BaseLogger": "It averages logs by itself, but logs are averages over all ranks already: "
     "leave it out.",
@@ -199,11 +197,8 @@ def callback_scope(
 
 def is_keras_writer(callback: Any, names: Sequence[str] = _KERAS_WRITERS) -> bool:
     """Returns whether a callback is a Keras callback that writes files, or a subclass of one."""
-    return any(
-        cls.__name__ in names
-        and cls.__module__.split(".")[0] in ("keras", "tf_keras", "tensorflow")
-        for cls in type(callback).__mro__
-    )
+    named = [cls for cls in type(callback).__mro__ if cls.__name__ in names]
+    return any(c.__module__.split(".")[0] in ("keras", "tf_keras", "tensorflow") for c in named)
 
 
 def first_base(callback: Any, names: Sequence[str]) -> str | None:

@@ -156,10 +156,8 @@ def _may_stop(callback: Any) -> bool:
 
 
 def _kind(callback: Any) -> str:
-    inner = getattr(callback, "callback", None)
-    return (
-        type(callback).__name__ if inner is None else f"{type(callback).__name__}({_kind(inner)})"
-    )
+    inner, name = getattr(callback, "callback", None), type(callback).__name__
+    return name if inner is None else f"{name}({_kind(inner)})"
 
 
 def _outlasting_generation(function: Callable, name: str) -> Callable:
@@ -287,10 +285,8 @@ class CallbackList:
             function = (replace(scoped, scope="per_process") if restores else scoped).bind(hook)
             if function is not None:
                 name = f"{type(scoped.callback).__name__}.{hook}"
-                with (
-                    phases.in_phase("callback", name, spent="callbacks"),
-                    timeline.span(name, "callback"),
-                ):
+                phase = phases.in_phase("callback", name, spent="callbacks")
+                with phase, timeline.span(name, "callback"):
                     _outlasting_generation(function, name)(*args)
             if restores:
                 self._model.resumption.adopt_master_state()

@@ -234,9 +234,8 @@ class LearningRateWarmup(Callback):
         """Sets the rate of the step."""
         done = self._epoch * self.params["steps"] + batch + 1
         if done <= self._num_steps:
-            self.model.optimizer.learning_rate = (
-                self.initial + (self.target - self.initial) * done / self._num_steps
-            )
+            rise = (self.target - self.initial) * done / self._num_steps
+            self.model.optimizer.learning_rate = self.initial + rise
         if done == self._num_steps:
             epoch = self._epoch + 1
             say(self, f"\nEpoch {epoch}: the learning rate is warmed up to {self.target}.")
@@ -248,6 +247,5 @@ class LearningRateWarmup(Callback):
 
 def _add_rate(model: Any, logs: Mapping[str, float] | None) -> None:
     if logs is not None:
-        cast(MutableMapping[str, float], logs)["learning_rate"] = float(
-            model.optimizer.learning_rate
-        )
+        shared = cast(MutableMapping[str, float], logs)
+        shared["learning_rate"] = float(model.optimizer.learning_rate)

@@ -254,9 +254,8 @@ class ProgbarLogger(Callback):
         else:
             total = self.params.get("steps")
             if total and rate:
-                items.append(
-                    f"{(total - self._steps) * self._rows / self._steps / rate:.0f} s left"
-                )
+                left_s = (total - self._steps) * self._rows / self._steps / rate
+                items.append(f"{left_s:.0f} s left")
             done = f"  step {self._steps}" + (f"/{total}" if total else "")
             print(", ".join([done, *items]), flush=True)
 
@@ -265,10 +264,8 @@ class ProgbarLogger(Callback):
         total_s = time.perf_counter() - self._start
         rate = self._rate(self._start + (self._train_s or total_s))
         values = "".join(f" - {name}: {_exact(value)}" for name, value in (logs or {}).items())
-        print(
-            f"{title} - {self._steps} steps - {total_s:.1f} s - {rate:,.0f} examples/s{values}",
-            flush=True,
-        )
+        took = f"{self._steps} steps - {total_s:.1f} s - {rate:,.0f} examples/s"
+        print(f"{title} - {took}{values}", flush=True)
 
     def _rate(self, moment: float) -> float:
         """Returns the examples per second, without the first step, which compiles, if it can."""

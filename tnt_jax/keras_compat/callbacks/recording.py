@@ -102,14 +102,12 @@ class RemoteMonitor(Callback):
         text = json.dumps({"epoch": epoch, **values})
         body = text if self.send_as_json else urllib.parse.urlencode({self.field: text})
         kind = "application/json" if self.send_as_json else "application/x-www-form-urlencoded"
-        request = urllib.request.Request(
-            self.root + self.path, body.encode(), {"Content-Type": kind, **self.headers}
-        )
+        url, headers = self.root + self.path, {"Content-Type": kind, **self.headers}
+        request = urllib.request.Request(url, body.encode(), headers)
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S):
-                pass
+            urllib.request.urlopen(request, timeout=_TIMEOUT_S).close()
         except (OSError, http.client.HTTPException) as error:
-            logger.warning("RemoteMonitor could not post to %s: %s.", self.root + self.path, error)
+            logger.warning("RemoteMonitor could not post to %s: %s.", url, error)
 
 
 class CSVLogger(Callback):
@@ -183,9 +181,8 @@ class CSVLogger(Callback):
             return
         logs = logs or {}
         if self._writer is None:
-            self._writer = csv.DictWriter(
-                self._file, ["epoch", *_columns(logs)], delimiter=self.separator
-            )
+            columns = ["epoch", *_columns(logs)]
+            self._writer = csv.DictWriter(self._file, columns, delimiter=self.separator)
             if self._file.tell() == 0:
                 self._writer.writeheader()
         values = {name: logs.get(name, "NA") for name in self._writer.fieldnames if name != "epoch"}
@@ -243,9 +240,9 @@ def draw_curves(
 
 def _places(count: int, epochs: Sequence[int] | None, num_epochs: int) -> list[float]:
     """Returns the places of a log's values: epochs, or evenly spaced if some have none."""
-    numbers = [epoch + 1 for epoch in (epochs or range(num_epochs))]
+    numbers = [float(epoch + 1) for epoch in (epochs or range(num_epochs))]
     if count == len(numbers):
-        return [float(number) for number in numbers]
+        return numbers
     first = numbers[0] - 1
     return [first + (numbers[-1] - first) * (index + 1) / count for index in range(count)]
 

@@ -93,13 +93,8 @@ class RuntimeProfiler(Callback):
         """Records and writes the epoch."""
         runtime_s = (self._train_end or time.perf_counter()) - self._epoch_start
         size = self._rows if self.batch_size is None else self.batch_size * self._iteration
-        record = {
-            "epoch": epoch,
-            "size": size,
-            "niterations": self._iteration,
-            "epoch_runtime_s": runtime_s,
-        }
-        self.epochs.append({**(logs or {}), **record})
+        record = {"epoch": epoch, "size": size, "niterations": self._iteration}
+        self.epochs.append({**(logs or {}), **record, "epoch_runtime_s": runtime_s})
         self._write(f"Epoch {self.epochs[-1]}")
 
     def _write(self, line: str) -> None:
@@ -287,10 +282,8 @@ class TensorBoard(Callback):
         self.embeddings_freq = embeddings_freq
         self.embeddings_metadata = embeddings_metadata
         self.write_steps_per_second = write_steps_per_second
-        self.update_freq = 1 if update_freq == "batch" else update_freq
-        if self.update_freq != "epoch" and (
-            not isinstance(self.update_freq, int) or self.update_freq < 1
-        ):
+        self.update_freq = freq = 1 if update_freq == "batch" else update_freq
+        if freq != "epoch" and (not isinstance(freq, int) or freq < 1):
             raise ValueError(
                 "update_freq must be 'epoch', 'batch' or a number of steps from 1, but is "
                 f"{update_freq!r}."
@@ -315,12 +308,8 @@ class TensorBoard(Callback):
         """Starts the profiler at its first step."""
         self._steps.begin(batch, self.model)
         first, last = self._profiled
-        if (
-            first
-            and first <= self._steps.of_run + 1 <= last
-            and not self._is_profiling
-            and self.writes
-        ):
+        is_chosen = bool(first) and first <= self._steps.of_run + 1 <= last
+        if is_chosen and self.writes and not self._is_profiling:
             jax.profiler.start_trace(str(self._folder("train")))
             self._is_profiling = True
 
@@ -421,8 +410,7 @@ def _profiled_steps(profile_batch: Any) -> tuple[int, int]:
     """Returns the first and the last step to profile, from one, a pair, or a string of either."""
     given = profile_batch.split(",") if isinstance(profile_batch, str) else profile_batch
     steps = [int(step) for step in given] if isinstance(given, (tuple, list)) else [given]
-    first = steps[0]
-    last = steps[-1]
+    first, last = steps[0], steps[-1]
     if len(steps) > 2 or first < 0 or last < first:
         raise ValueError(
             "profile_batch must be a step from 1, or a pair of first and last step, but is "
