@@ -58,9 +58,8 @@ class ExponentialDecay(LearningRateSchedule):
 
     def __call__(self, step: ArrayLike) -> jax.Array:
         """Returns the rate at `step`."""
-        return self.initial_learning_rate * jnp.float32(self.decay_rate) ** _periods(
-            step, self.decay_steps, self.staircase
-        )
+        periods = _periods(step, self.decay_steps, self.staircase)
+        return self.initial_learning_rate * jnp.float32(self.decay_rate) ** periods
 
 
 @dataclass(eq=False, repr=False)
@@ -85,9 +84,8 @@ class InverseTimeDecay(LearningRateSchedule):
 
     def __call__(self, step: ArrayLike) -> jax.Array:
         """Returns the rate at `step`."""
-        return self.initial_learning_rate / (
-            1 + self.decay_rate * _periods(step, self.decay_steps, self.staircase)
-        )
+        periods = _periods(step, self.decay_steps, self.staircase)
+        return self.initial_learning_rate / (1 + self.decay_rate * periods)
 
 
 @dataclass(eq=False, repr=False)
@@ -120,9 +118,8 @@ class PolynomialDecay(LearningRateSchedule):
         if self.cycle:
             length = length * jnp.maximum(1, jnp.ceil(step / length))
         remaining = 1 - jnp.minimum(step, length) / length
-        return (
-            self.initial_learning_rate - self.end_learning_rate
-        ) * remaining**self.power + self.end_learning_rate
+        span = self.initial_learning_rate - self.end_learning_rate
+        return span * remaining**self.power + self.end_learning_rate
 
 
 @dataclass(eq=False, repr=False)
@@ -190,9 +187,8 @@ class CosineDecay(LearningRateSchedule):
         if not self.warmup_steps:
             return decayed
         slope = (self.warmup_target - self.initial_learning_rate) / self.warmup_steps
-        return jnp.where(
-            step < self.warmup_steps, self.initial_learning_rate + slope * step, decayed
-        )
+        warm = self.initial_learning_rate + slope * step
+        return jnp.where(step < self.warmup_steps, warm, decayed)
 
     def _decayed(self, step: jax.Array, largest: float) -> jax.Array:
         fraction = jnp.minimum(step, self.decay_steps) / self.decay_steps
@@ -231,9 +227,8 @@ class CosineDecayRestarts(LearningRateSchedule):
             fraction = periods - restarts
         else:
             # The first n periods take (t_mul^n - 1) / (t_mul - 1) of the first one.
-            restarts = jnp.floor(
-                jnp.log(1 - periods * (1 - self.t_mul)) / jnp.log(jnp.float32(self.t_mul))
-            )
+            grown = 1 - periods * (1 - self.t_mul)
+            restarts = jnp.floor(jnp.log(grown) / jnp.log(jnp.float32(self.t_mul)))
             length = jnp.float32(self.t_mul) ** restarts
             fraction = (periods - (1 - length) / (1 - self.t_mul)) / length
         cosine = 0.5 * jnp.float32(self.m_mul) ** restarts * (1 + jnp.cos(jnp.pi * fraction))
