@@ -77,10 +77,8 @@ def standardized(y_true: Any, y_pred: Any, dtype: str = "float32") -> tuple[Any,
             return leaf.astype(jnp.promote_types(leaf.dtype, jnp.int32))
         return leaf
 
-    return (
-        jax.tree.map(target, y_true, is_leaf=_is_array_as_list),
-        jax.tree.map(lambda leaf: in_dtype(leaf, dtype), y_pred, is_leaf=_is_array_as_list),
-    )
+    y_pred = jax.tree.map(lambda x: in_dtype(x, dtype), y_pred, is_leaf=_is_array_as_list)
+    return jax.tree.map(target, y_true, is_leaf=_is_array_as_list), y_pred
 
 
 def _is_array_as_list(value: Any) -> bool:
@@ -220,9 +218,8 @@ class Loss(Recorded):
         values, weight = weighted(values, sample_weight, valid, mask)
         if mask is not None:
             values = where_rows(mask, values, 0)
-        return self._sums(
-            values if weight is None else values * weight, weight, sample_weight, valid, mask
-        )
+        values = values if weight is None else values * weight
+        return self._sums(values, weight, sample_weight, valid, mask)
 
     def _sums(
         self,
@@ -298,9 +295,7 @@ class LossFunctionWrapper(Loss):
         trues, structure = jax.tree.flatten(y_true)
         if structure == jax.tree.structure(y_pred):
             pairs = list(map(match_ranks, trues, jax.tree.leaves(y_pred)))
-            y_true, y_pred = (
-                structure.unflatten([pair[side] for pair in pairs]) for side in (0, 1)
-            )
+            y_true, y_pred = (structure.unflatten([p[side] for p in pairs]) for side in (0, 1))
         return jnp.asarray(self.fn(y_true, y_pred, **self.fn_kwargs))
 
     def __repr__(self) -> str:
@@ -324,12 +319,11 @@ def check_outputs(loss: Loss, outputs: Any) -> None:
     if not loss.expects_probabilities:
         return
     outputs = np.asarray(outputs, np.float64)
-    is_independent = loss.targets == "binary" or (
-        loss.targets == "by_shape" and outputs.shape[-1] == 1
-    )
-    problem = _range_problem(outputs) or (
-        "" if is_independent else _sum_problem(outputs, loss.axis)
-    )
+    has_one_output = loss.targets == "by_shape" and outputs.shape[-1] == 1
+    is_independent = loss.targets == "binary" or has_one_output
+    problem = _range_problem(outputs)
+    if not problem and not is_independent:
+        problem = _sum_problem(outputs, loss.axis)
     if problem:
         layer = "sigmoid" if is_independent else "softmax"
         raise ValueError(
@@ -357,9 +351,8 @@ def check_labels(loss: Loss, y_true: Any, y_pred_shape: tuple[int, ...]) -> None
     elif kind != "any":
         _check_same_shape(loss, kind, targets, shape)
     if kind == "binary":
-        _require(
-            loss, (targets >= 0) & (targets <= 1) | np.isnan(targets), targets, "targets in [0, 1]"
-        )
+        is_share = (targets >= 0) & (targets <= 1) | np.isnan(targets)
+        _require(loss, is_share, targets, "targets in [0, 1]")
     if kind == "sign":
         is_sign = (targets == 1) | (targets == (-1 if (targets == -1).any() else 0))
         _require(loss, is_sign, targets, "targets that are -1 and 1, or 0 and 1")

@@ -60,9 +60,8 @@ def sparse_categorical_crossentropy(
         y_pred = jnp.where(jnp.expand_dims(valid, axis), y_pred, 1)
     if from_logits:
         is_class = (labels >= 0) & (labels < y_pred.shape[axis])
-        values = optax.softmax_cross_entropy_with_integer_labels(
-            y_pred, jnp.where(is_class, labels, 0), axis=axis
-        )
+        known = jnp.where(is_class, labels, 0)
+        values = optax.softmax_cross_entropy_with_integer_labels(y_pred, known, axis=axis)
         values = jnp.where(is_class, values, 0)
     else:
         one_hot = jax.nn.one_hot(labels, y_pred.shape[axis], axis=axis, dtype=y_pred.dtype)
@@ -208,9 +207,8 @@ def categorical_generalized_cross_entropy(
 
 def normalized(probabilities: jax.Array, axis: int) -> jax.Array:
     """Returns probabilities that sum to one along `axis`, clipped to [1e-7, 1 - 1e-7]."""
-    return jnp.clip(
-        probabilities / jnp.sum(probabilities, axis, keepdims=True), EPSILON, 1 - EPSILON
-    )
+    total = jnp.sum(probabilities, axis, keepdims=True)
+    return jnp.clip(probabilities / total, EPSILON, 1 - EPSILON)
 
 
 def class_labels(y_true: jax.Array, y_pred: jax.Array, axis: int) -> jax.Array:

@@ -139,9 +139,7 @@ _OUTPUTS = """
     logits predictions log_predictions predictor_outputs scores preds pred y_pred y_hat outputs
     output prediction predicted probs probabilities
 """.split()
-_TARGETS = """
-    labels targets log_targets label target y_true y truth ground_truth
-""".split()
+_TARGETS = "labels targets log_targets label target y_true y truth ground_truth".split()
 # The kind of targets of Optax's losses; see `Loss.targets`.
 _KINDS = {
     "softmax_cross_entropy": "distribution",
@@ -174,8 +172,7 @@ class OptaxLoss(LossFunctionWrapper):
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__(fn)
-        name = _original(fn).__name__
-        self.name = name
+        self.name = name = _original(fn).__name__
         self.targets = _KINDS.get(name, "any")
         axis = getattr(fn, "keywords", {}).get("axis", -1)
         self.axis = axis if isinstance(axis, int) else -1
@@ -185,11 +182,8 @@ class OptaxLoss(LossFunctionWrapper):
 
     def call(self, y_true: Any, y_pred: Any) -> jax.Array:
         """Returns `fn(y_pred, y_true)` [batch, ...]."""
-        if (
-            self.targets == "class_index"
-            and y_true.ndim == y_pred.ndim
-            and y_true.shape[self.axis] == 1
-        ):
+        is_index = self.targets == "class_index" and y_true.ndim == y_pred.ndim
+        if is_index and y_true.shape[self.axis] == 1:
             y_true = jnp.squeeze(y_true, self.axis)
         swapped = LossFunctionWrapper(lambda targets, outputs: self.fn(outputs, targets))
         return swapped.call(y_true, y_pred)
@@ -231,12 +225,8 @@ def check_order(function: Callable[..., Any]) -> None:
 
 def _is_reversed(function: Callable[..., Any]) -> bool:
     names = _required(function)
-    return (
-        len(names) >= 2
-        and names[0] in _OUTPUTS
-        and names[1] in _TARGETS
-        and not set(names[2:]) & {"label_paddings"}
-    )
+    is_reversed = len(names) >= 2 and names[0] in _OUTPUTS and names[1] in _TARGETS
+    return is_reversed and "label_paddings" not in names[2:]
 
 
 def _required(function: Callable[..., Any]) -> list[str]:

@@ -34,9 +34,8 @@ def mean_absolute_error(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
 def mean_absolute_percentage_error(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
     """Returns the mean of 100 * |y_true - y_pred| / max(|y_true|, 1e-7) [batch, ...]."""
     y_true, y_pred = _matched(y_true, y_pred)
-    return 100 * jnp.mean(
-        jnp.abs((y_true - y_pred) / jnp.maximum(jnp.abs(y_true), EPSILON)), axis=-1
-    )
+    errors = jnp.abs((y_true - y_pred) / jnp.maximum(jnp.abs(y_true), EPSILON))
+    return 100 * jnp.mean(errors, axis=-1)
 
 
 def mean_squared_logarithmic_error(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:

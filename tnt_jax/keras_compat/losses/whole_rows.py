@@ -13,7 +13,12 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from tnt_jax.keras_compat.losses.base import EPSILON, LossFunctionWrapper, of_one_dtype
+from tnt_jax.keras_compat.losses.base import (
+    EPSILON,
+    LossFunctionWrapper,
+    at_least_float32,
+    of_one_dtype,
+)
 
 Axis = int | Sequence[int] | None
 
@@ -67,15 +72,11 @@ def ctc(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
             "Logits `y_pred` are expected to be [batch_size, max_length, num_classes], got the "
             f"shape {y_pred.shape}."
         )
-    y_pred = y_pred.astype(jnp.promote_types(y_pred.dtype, jnp.float32))
+    y_pred = at_least_float32(y_pred)
     length = jnp.sum(y_true != 0, axis=-1, keepdims=True)
-    is_padding = jnp.arange(y_true.shape[1]) >= length
-    return optax.ctc_loss(
-        y_pred,
-        jnp.zeros(y_pred.shape[:2]),
-        y_true.astype(jnp.int32),
-        is_padding.astype(y_pred.dtype),
-    )
+    is_padding = (jnp.arange(y_true.shape[1]) >= length).astype(y_pred.dtype)
+    no_padding = jnp.zeros(y_pred.shape[:2])
+    return optax.ctc_loss(y_pred, no_padding, y_true.astype(jnp.int32), is_padding)
 
 
 def circle(
@@ -99,9 +100,9 @@ def circle(
         margin: Margin between similarities.
     """
     y_pred = jnp.asarray(y_pred)
-    labels = jnp.asarray(y_true).astype(jnp.int32).reshape(-1, 1)
-    others = (
-        labels if ref_labels is None else jnp.asarray(ref_labels).astype(jnp.int32).reshape(-1, 1)
+    labels, others = (
+        jnp.asarray(array).astype(jnp.int32).reshape(-1, 1)
+        for array in (y_true, y_true if ref_labels is None else ref_labels)
     )
     embeddings = y_pred if ref_embeddings is None else jnp.asarray(ref_embeddings)
     distances = jnp.maximum(1 - y_pred @ embeddings.T, 0)
