@@ -62,11 +62,8 @@ class Variable:
 
     def __init__(self, value: Any, *, name: str | None = None, dtype: Any = None) -> None:
         # A NumPy array remains one until it is read: creating a metric must not open a device.
-        self._value = (
-            value.astype(jnp.dtype(dtype))
-            if isinstance(value, np.ndarray)
-            else jnp.asarray(value, dtype)
-        )
+        is_host = isinstance(value, np.ndarray)
+        self._value = value.astype(jnp.dtype(dtype)) if is_host else jnp.asarray(value, dtype)
         self.name = name
 
     @property
@@ -144,10 +141,8 @@ class Variable:
         return self.value
 
     def __repr__(self) -> str:
-        return (
-            f"<Variable name={self.name}, shape={self.shape}, dtype={self.dtype}, "
-            f"value={self.value}>"
-        )
+        kind = f"name={self.name}, shape={self.shape}, dtype={self.dtype}"
+        return f"<Variable {kind}, value={self.value}>"
 
     def __float__(self) -> float:
         return float(self.value)
@@ -252,14 +247,10 @@ class Metric(Recorded):
     @property
     def variables(self) -> list[Variable]:
         """The variables of the state, including those of metrics and variables in attributes."""
-        held = [
-            *self._made_variables(),
-            *(value for name, value in vars(self).items() if name != "given_arguments"),
-        ]
+        others = [value for name, value in vars(self).items() if name != "given_arguments"]
+        held = [self._made_variables(), others]
         found: dict[int, Variable] = {}
-        for leaf in jax.tree.leaves(
-            held, is_leaf=lambda value: isinstance(value, (Variable, Metric))
-        ):
+        for leaf in jax.tree.leaves(held, is_leaf=lambda x: isinstance(x, (Variable, Metric))):
             if isinstance(leaf, Variable):
                 found[id(leaf)] = leaf
             elif isinstance(leaf, Metric):
@@ -292,9 +283,8 @@ class Metric(Recorded):
                 f"{aggregation!r}."
             )
         dtype = compute_dtype(dtype)
-        variable = Variable(
-            _initial(initializer, tuple(shape), jnp.dtype(dtype)), name=name, dtype=dtype
-        )
+        value = _initial(initializer, tuple(shape), jnp.dtype(dtype))
+        variable = Variable(value, name=name, dtype=dtype)
         self._made_variables().append(variable)
         return variable
 

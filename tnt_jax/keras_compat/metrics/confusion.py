@@ -4,6 +4,7 @@ Counts at each threshold are summed, so results are exact for any split of the d
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -51,12 +52,9 @@ def counts_at(
         is_widened = thresholds[0] < 0
         bucket = jnp.ceil(jnp.clip(y_pred, 0, 1) * (len(thresholds) - 1)) - 1
         # A segment number of len(thresholds) is dropped: the output is above no threshold.
-        bucket = jnp.where(bucket < 0, 0 if is_widened else len(thresholds), bucket).astype(
-            jnp.int32
-        )
-        above = [
-            jax.ops.segment_sum(part, bucket, len(thresholds)) for part in (positive, negative)
-        ]
+        bucket = jnp.where(bucket < 0, 0 if is_widened else len(thresholds), bucket)
+        bucket, size = bucket.astype(jnp.int32), len(thresholds)
+        above = [jax.ops.segment_sum(part, bucket, size) for part in (positive, negative)]
         true_positives, false_positives = (jnp.cumsum(part[::-1])[::-1] for part in above)
     else:
         is_above = y_pred > jnp.asarray(thresholds, y_pred.dtype)[:, None]
@@ -176,10 +174,8 @@ class AUC(Metric):
                 f"`y_pred` must have rank 2 when `multi_label=True`, got the shape {pred.shape}."
             )
         if self.multi_label:
-            by_label = jax.vmap(
-                lambda *columns: counts_at(self.thresholds, *columns), in_axes=1, out_axes=1
-            )
-            return by_label(true, pred, weights)
+            of_label = partial(counts_at, self.thresholds)
+            return jax.vmap(of_label, in_axes=1, out_axes=1)(true, pred, weights)
         if self.label_weights is not None:
             weights = weights * self.label_weights
         return counts_at(self.thresholds, true.reshape(-1), pred.reshape(-1), weights.reshape(-1))
@@ -267,15 +263,10 @@ class ThresholdCounts(Metric):
         super().__init__(dtype, name)
         default = 0.5 if top_k is None else NOTHING
         self.init_thresholds = thresholds
-        given = np.atleast_1d(
-            np.asarray(default if thresholds is None else thresholds, object)
-        ).tolist()
-        invalid = [
-            value
-            for value in given
-            if thresholds is not None and (value is None or not 0 <= value <= 1)
-        ]
-        if invalid:
+        chosen = default if thresholds is None else thresholds
+        given = np.atleast_1d(np.asarray(chosen, object)).tolist()
+        invalid = [value for value in given if value is None or not 0 <= value <= 1]
+        if invalid and thresholds is not None:
             raise ValueError(f"Threshold values must be in [0, 1]. Received: {invalid}")
         self.thresholds: list[float] = given
         self.top_k = top_k
@@ -295,9 +286,8 @@ class ThresholdCounts(Metric):
             pred = keep_top_k(pred, self.top_k)
         if self.class_id is not None:
             true, pred, weights = (entry(array, self.class_id) for array in (true, pred, weights))
-        counted = counts_at(
-            self.thresholds, true.reshape(-1), pred.reshape(-1), weights.reshape(-1)
-        )
+        flat = (array.reshape(-1) for array in (true, pred, weights))
+        counted = counts_at(self.thresholds, *flat)
         return {name: counted[name] for name in self.counts}
 
     def _result(self, values: jax.Array) -> jax.Array:
@@ -401,9 +391,8 @@ class _BestUnderConstraint(ThresholdCounts):
 
     def compute(self, sums: Sums) -> jax.Array:
         """Returns the largest rate at the thresholds that keep the constraint, 0 if none does."""
-        rate, constrained = (
-            divide_no_nan(sums[part], sums[part] + sums[rest]) for part, rest in self._rates
-        )
+        parts = [(sums[part], sums[rest]) for part, rest in self._rates]
+        rate, constrained = (divide_no_nan(part, part + rest) for part, rest in parts)
         return jnp.max(jnp.where(constrained >= self.value, rate, 0), initial=0)
 
 

@@ -52,11 +52,10 @@ class IoU(Metric):
         self.axis = axis
         self.sparse_y_true = sparse_y_true
         self.sparse_y_pred = sparse_y_pred
-        self._declare(
-            {"total_cm": (num_classes, num_classes)}, "int32" if dtype is None else self.dtype
-        )
+        shape = (num_classes, num_classes)
+        self._declare({"total_cm": shape}, "int32" if dtype is None else self.dtype)
         if dtype is None:
-            self.fractions = self.add_variable((num_classes, num_classes), "zeros")
+            self.fractions = self.add_variable(shape, "zeros")
             self._sums["fractions"] = self.fractions
 
     def increments(self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None) -> Sums:
@@ -67,9 +66,8 @@ class IoU(Metric):
         weight = jnp.asarray(1 if weight is None else weight).astype(self.dtype)
         if weight.size == labels.size:
             weight = weight.reshape(shape)
-        weight = jnp.broadcast_to(
-            weight.reshape(weight.shape + (1,) * (len(shape) - weight.ndim)), shape
-        ).reshape(-1)
+        weight = weight.reshape(weight.shape + (1,) * (len(shape) - weight.ndim))
+        weight = jnp.broadcast_to(weight, shape).reshape(-1)
         labels, predictions = labels.reshape(-1), predictions.reshape(-1)
         size = self.num_classes
         is_class = (labels >= 0) & (labels < size) & (predictions >= 0) & (predictions < size)
@@ -141,9 +139,8 @@ class BinaryIoU(IoU):
 
     def increments(self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None) -> Sums:
         """Returns the weighted confusion matrix [labelled class, predicted class]."""
-        return super().increments(
-            y_true, jnp.asarray(y_pred, jnp.float32) >= self.threshold, weight
-        )
+        is_one = jnp.asarray(y_pred, jnp.float32) >= self.threshold
+        return super().increments(y_true, is_one, weight)
 
 
 class MeanIoU(IoU):

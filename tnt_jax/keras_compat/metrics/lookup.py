@@ -99,9 +99,8 @@ class StatefulMetric(Metric):
             "rows of sample_weight 0 change the state": (first, masked),
         }
         for problem, (left, right) in claims.items():
-            if not all(
-                np.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(left, right, strict=True)
-            ):
+            pairs = zip(left, right, strict=True)
+            if not all(np.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs):
                 raise ValueError(self._refusal(problem))
 
     def _refusal(self, problem: str) -> str:

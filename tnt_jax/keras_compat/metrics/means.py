@@ -124,9 +124,8 @@ class MeanMetricWrapper(Mean):
         return and_valid(sample_weight, self.loss.valid(*standardized(y_true, y_pred)))
 
     def _values(self, y_true: Any, y_pred: Any) -> jax.Array:
-        return in_dtype(
-            self.fn(*standardized(y_true, y_pred, self.dtype), **self.fn_kwargs), self.dtype
-        )
+        arrays = standardized(y_true, y_pred, self.dtype)
+        return in_dtype(self.fn(*arrays, **self.fn_kwargs), self.dtype)
 
 
 def mean_sums(values: jax.Array, weight: ArrayLike | None) -> Sums:
@@ -135,18 +134,15 @@ def mean_sums(values: jax.Array, weight: ArrayLike | None) -> Sums:
     if weight is None:
         total = sum_of(_within_rows(values))
         return {"total": total, "count": jnp.full((), values.shape[0], total.dtype)}
-    return {
-        "total": sum_of(_within_rows(weigh(values, weight))),
-        "count": sum_of(_within_rows(weight)),
-    }
+    total = sum_of(_within_rows(weigh(values, weight)))
+    return {"total": total, "count": sum_of(_within_rows(weight))}
 
 
 def sum_of(values: jax.Array) -> jax.Array:
     """Returns the sum in integers or at least float32: half precision is too coarse for sums."""
-    is_integer = jnp.issubdtype(values.dtype, jnp.integer)
-    return jnp.sum(
-        values, dtype=values.dtype if is_integer else jnp.promote_types(values.dtype, jnp.float32)
-    )
+    if jnp.issubdtype(values.dtype, jnp.integer):
+        return jnp.sum(values, dtype=values.dtype)
+    return jnp.sum(values, dtype=jnp.promote_types(values.dtype, jnp.float32))
 
 
 def align(
@@ -207,9 +203,8 @@ def binary_accuracy(y_true: ArrayLike, y_pred: ArrayLike, threshold: float = 0.5
 
 def categorical_accuracy(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
     """Returns where the largest output is the largest target, of [rows, ..., classes]."""
-    return (
-        jnp.argmax(jnp.asarray(y_true), axis=-1) == jnp.argmax(jnp.asarray(y_pred), axis=-1)
-    ).astype(jnp.float32)
+    largest = [jnp.argmax(jnp.asarray(array), axis=-1) for array in (y_true, y_pred)]
+    return (largest[0] == largest[1]).astype(jnp.float32)
 
 
 def sparse_categorical_accuracy(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:

@@ -66,9 +66,7 @@ class R2Score(Metric):
     def increments(self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None) -> Sums:
         """Returns weighted sums [outputs] and the number of values."""
         y_true, y_pred = match_ranks(in_dtype(y_true, self.dtype), in_dtype(y_pred, self.dtype))
-        y_true, y_pred = (
-            array[:, None] if array.ndim == 1 else array for array in (y_true, y_pred)
-        )
+        y_true, y_pred = (y[:, None] if y.ndim == 1 else y for y in (y_true, y_pred))
         if y_true.ndim != 2 or y_pred.ndim != 2:
             raise ValueError(
                 "R2Score expects 2D inputs with shape (batch_size, output_dim), got "
@@ -100,11 +98,9 @@ class R2Score(Metric):
         degrees = float(num_samples) - self.num_regressors - 1
         if degrees > 0:
             return 1 - (1 - score) * (num_samples - 1) / degrees
-        reason = (
-            "Division by zero in Adjusted R2 score"
-            if degrees == 0
-            else "More independent predictors than datapoints in adjusted R2 score"
-        )
+        reason = "More independent predictors than datapoints in adjusted R2 score"
+        if degrees == 0:
+            reason = "Division by zero in Adjusted R2 score"
         warnings.warn(f"{reason}. Falling back to standard R2 score.", stacklevel=3)
         return score
 
@@ -128,9 +124,8 @@ def concordance_correlation(y_true: ArrayLike, y_pred: ArrayLike, axis: int = -1
     mean_true, mean_pred = (jnp.mean(array, axis, keepdims=True) for array in (y_true, y_pred))
     variances = jnp.var(y_true, axis, keepdims=True) + jnp.var(y_pred, axis, keepdims=True)
     covariances = (y_true - mean_pred) * (y_pred - mean_pred)
-    return jnp.mean(
-        2 * covariances / (variances + jnp.square(mean_true - mean_pred) + EPSILON), axis=axis
-    )
+    spread = variances + jnp.square(mean_true - mean_pred)
+    return jnp.mean(2 * covariances / (spread + EPSILON), axis=axis)
 
 
 class PearsonCorrelation(MeanMetricWrapper):
