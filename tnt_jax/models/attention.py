@@ -115,10 +115,8 @@ def attention_weights(
 
     Keys from `lengths_B` on, and with `causal` those after the query, get the weight zero.
     """
-    scale = query_BTNH.shape[-1] ** -0.5
-    logits_BNTS = (
-        jnp.einsum("BTNH,BSNH->BNTS", query_BTNH, key_BSNH, preferred_element_type=jnp.float32)
-        * scale
+    logits_BNTS = query_BTNH.shape[-1] ** -0.5 * jnp.einsum(
+        "BTNH,BSNH->BNTS", query_BTNH, key_BSNH, preferred_element_type=jnp.float32
     )
     num_queries, num_keys = logits_BNTS.shape[-2:]
     visible = jnp.ones((1, 1, num_queries, num_keys), bool)

@@ -94,9 +94,8 @@ class Decoder(nn.Module):
         x_BTD, _ = layers(embed(tokens))
         x_BTD = nn.RMSNorm(epsilon=1e-5, dtype=self.dtype, name="norm")(x_BTD)
         kernel_DV = self.param("head", _NORMAL, (self.width, self.vocab_size))
-        return jnp.einsum(
-            "BTD,DV->BTV", x_BTD, kernel_DV.astype(self.dtype), preferred_element_type=jnp.float32
-        )
+        kernel_DV = kernel_DV.astype(self.dtype)
+        return jnp.einsum("BTD,DV->BTV", x_BTD, kernel_DV, preferred_element_type=jnp.float32)
 
 
 class DecoderBlock(nn.Module):

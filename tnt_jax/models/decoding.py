@@ -62,9 +62,8 @@ def greedy_search(
     Returns:
         One sequence per row; its score is log P without a penalty.
     """
-    first = _no_sequences(rows_B, 1, length)._replace(
-        scores_BK=jnp.zeros_like(rows_B, jnp.float32)[:, None] + _zero(rows_B)
-    )
+    scores_B1 = jnp.zeros_like(rows_B, jnp.float32)[:, None] + _zero(rows_B)
+    first = _no_sequences(rows_B, 1, length)._replace(scores_BK=scores_B1)
 
     def is_open(tokens_B1L: jax.Array) -> jax.Array:
         return jnp.all(tokens_B1L != eos_id, axis=-1)
@@ -178,16 +177,14 @@ def _gather(leaf: jax.Array, index_BK: jax.Array) -> jax.Array:
 
 
 def _previous(tokens_BKL: jax.Array, position: jax.Array) -> jax.Array:
-    last_BK = jax.lax.dynamic_index_in_dim(
-        tokens_BKL, jnp.maximum(position - 1, 0), axis=2, keepdims=False
-    )
+    before = jnp.maximum(position - 1, 0)
+    last_BK = jax.lax.dynamic_index_in_dim(tokens_BKL, before, axis=2, keepdims=False)
     return jnp.where(position > 0, last_BK, START_ID)
 
 
 def _write(tokens_BKL: jax.Array, token_BK: jax.Array, position: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(
-        tokens_BKL, token_BK[..., None].astype(jnp.int32), position, axis=2
-    )
+    token_BK1 = token_BK[..., None].astype(jnp.int32)
+    return jax.lax.dynamic_update_slice_in_dim(tokens_BKL, token_BK1, position, axis=2)
 
 
 def _no_sequences(rows_B: jax.Array, count: int, length: int) -> Sequences:

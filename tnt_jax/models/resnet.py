@@ -27,9 +27,8 @@ def kernel_penalty(params: Any, *, l2: float) -> jax.Array:
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     kernels = [leaf for path, leaf in leaves if getattr(path[-1], "key", None) == "kernel"]
-    return l2 * sum(
-        (jnp.sum(jnp.square(kernel.astype(jnp.float32))) for kernel in kernels), start=jnp.zeros(())
-    )
+    squares = (jnp.sum(jnp.square(kernel.astype(jnp.float32))) for kernel in kernels)
+    return l2 * sum(squares, start=jnp.zeros(()))
 
 
 # He et al. 2015, arXiv:1502.01852, eq. 10: normal with variance 2 / fan_in.
@@ -208,9 +207,8 @@ resnet101 = partial(ResNet, stage_sizes=(3, 4, 23, 3), block=BottleneckBlock)
 resnet152 = partial(ResNet, stage_sizes=(3, 8, 36, 3), block=BottleneckBlock)
 # The form of the paper and of keras.applications, which adds an ineffective bias before each
 # BatchNorm.
-resnet50_v1 = partial(
-    ResNet, stage_sizes=(3, 4, 6, 3), block=partial(BottleneckBlock, stride_first=True)
-)
+_v1_block = partial(BottleneckBlock, stride_first=True)
+resnet50_v1 = partial(ResNet, stage_sizes=(3, 4, 6, 3), block=_v1_block)
 
 
 class CifarBlock(_Block):

@@ -248,10 +248,8 @@ class Transformer(nn.Module):
     def empty_cache(self, batch_size: int, *, num_beams: int, num_places: int) -> list[LayerCache]:
         """Returns zeros [B, K, L, N, H] for the keys and values of each decoder layer."""
         shape = (batch_size, num_beams, num_places, self.num_heads, self.width // self.num_heads)
-        return [
-            (jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
-            for _ in range(self.num_layers)
-        ]
+        layers = range(self.num_layers)
+        return [(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)) for _ in layers]
 
     def decode_step(
         self, tokens_BK: jax.Array, cache: list[LayerCache], memory: Memory, *, position: jax.Array
