@@ -70,15 +70,8 @@ class AdamW(Adam):
     ) -> None:
         if weight_decay is None:
             raise ValueError("weight_decay of AdamW must be a number, got None: use Adam for none.")
-        super().__init__(
-            learning_rate,
-            beta_1,
-            beta_2=beta_2,
-            epsilon=epsilon,
-            amsgrad=amsgrad,
-            weight_decay=weight_decay,
-            **options,
-        )
+        everything: Options = {**options, "weight_decay": weight_decay}
+        super().__init__(learning_rate, beta_1, beta_2, epsilon, amsgrad, **everything)
 
 
 class _TwoMoments(Optimizer):
@@ -143,9 +136,8 @@ class Nadam(_TwoMoments):
         moments = update_moments(grad, slots, self.beta_1, self.beta_2)
         product = shared["u_product"]
         following = self._u(step + 1)
-        momentum = following * moments["momentum"] / (1 - product * following) + (
-            1 - self._u(step)
-        ) * grad / (1 - product)
+        ahead = following * moments["momentum"] / (1 - product * following)
+        momentum = ahead + (1 - self._u(step)) * grad / (1 - product)
         velocity = moments["velocity"] / (1 - self.beta_2**step)
         return -rate * momentum / (jnp.sqrt(velocity) + self.epsilon), moments
 

@@ -396,9 +396,8 @@ def _like(old: Any, value: Any) -> Any:
 
 
 def _is_injected(node: Any) -> bool:
-    return "learning_rate" in getattr(node, "hyperparams", ()) and hasattr(
-        node, "hyperparams_states"
-    )
+    has_rate = "learning_rate" in getattr(node, "hyperparams", ())
+    return has_rate and hasattr(node, "hyperparams_states")
 
 
 def _injected(opt_state: Any) -> list[Any]:

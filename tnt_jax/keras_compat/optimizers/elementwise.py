@@ -208,10 +208,8 @@ class Ftrl(Optimizer):
 
     def init_leaf(self, param: Array, path: str) -> Slots:
         """Returns the sum of squares at its initial value, and the linear term."""
-        return {
-            "accumulator": jnp.full_like(param, self.initial_accumulator_value),
-            "linear": jnp.zeros_like(param),
-        }
+        initial = jnp.full_like(param, self.initial_accumulator_value)
+        return {"accumulator": initial, "linear": jnp.zeros_like(param)}
 
     def update_leaf(
         self, grad: Array, param: Array, slots: Slots, rate: Array, step: Array, shared: Slots
@@ -222,9 +220,8 @@ class Ftrl(Optimizer):
         accumulator = before + jnp.square(grad)
         shrunk = grad + 2 * self.l2_shrinkage_regularization_strength * param
         linear = slots["linear"] + shrunk - (accumulator**power - before**power) / rate * param
-        quadratic = accumulator**power / rate + 2 * (
-            self.l2_regularization_strength + self.beta / (2 * rate)
-        )
+        l2 = self.l2_regularization_strength + self.beta / (2 * rate)
+        quadratic = accumulator**power / rate + 2 * l2
         l1 = self.l1_regularization_strength
         clipped = jnp.clip(linear, -l1, l1)
         slots = {"accumulator": accumulator, "linear": linear}
@@ -265,9 +262,8 @@ class ScheduleFreeAdamW(Optimizer):
             rate = rate * jnp.minimum(step / self.warmup_steps, 1)
         before = slots["momentum"]
         velocity = slots["velocity"] + (1 - self.beta_2) * (jnp.square(grad) - slots["velocity"])
-        momentum = before - rate * grad / (
-            jnp.sqrt(velocity / (1 - self.beta_2**step)) + self.epsilon
-        )
+        divisor = jnp.sqrt(velocity / (1 - self.beta_2**step)) + self.epsilon
+        momentum = before - rate * grad / divisor
         average = (param - (1 - self.beta_1) * before) / self.beta_1
         average = (1 - 1 / step) * average + momentum / step
         interpolated = (1 - self.beta_1) * momentum + self.beta_1 * average

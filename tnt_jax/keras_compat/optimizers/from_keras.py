@@ -83,10 +83,9 @@ class _Rule:
     def init(self, params: Any) -> KerasOptimizerState:
         """Returns the first values of the variables of a Keras optimizer built for `params`."""
         self.optimizer = _rebuilt(self.given, learning_rate=self.learning_rate)
-        if self.is_scheduled and self.given.gradient_accumulation_steps:
-            self.optimizer._learning_rate = _counting_steps(
-                self.learning_rate, self.given.gradient_accumulation_steps
-            )
+        num_steps = self.given.gradient_accumulation_steps
+        if self.is_scheduled and num_steps:
+            self.optimizer._learning_rate = _counting_steps(self.learning_rate, num_steps)
         self.structure = jax.tree.structure(params)
         with jax.ensure_compile_time_eval():
             trained = _variables_like(params)
@@ -112,25 +111,21 @@ class _Rule:
                 "or exclude by name: exclude_from_weight_decay(var_names=[...])."
             )
         paths = {known[key] for key in chosen}
-        self.optimizer._exclude_from_weight_decay = {
-            id(v) for path, v in trained.items() if path in paths
-        }
+        excluded = {id(v) for path, v in trained.items() if path in paths}
+        self.optimizer._exclude_from_weight_decay = excluded
         if hasattr(self.given, "_exclude_from_weight_decay_pattern"):
-            self.optimizer._exclude_from_weight_decay_pattern = (
-                self.given._exclude_from_weight_decay_pattern
-            )
+            pattern = self.given._exclude_from_weight_decay_pattern
+            self.optimizer._exclude_from_weight_decay_pattern = pattern
 
     def update(
         self, grads: Any, state: KerasOptimizerState, params: Any = None
     ) -> tuple[Any, KerasOptimizerState]:
         """Returns the Keras optimizer's changes of the parameters, and its variables afterwards."""
         old = jax.tree.leaves(params)
-        new, values = self.optimizer.stateless_apply(
-            self._joined(state), self.structure.flatten_up_to(grads), old
-        )
-        return self.structure.unflatten(
-            [after - before for after, before in zip(new, old, strict=True)]
-        ), self._split(values)
+        grads = self.structure.flatten_up_to(grads)
+        new, values = self.optimizer.stateless_apply(self._joined(state), grads, old)
+        changes = [after - before for after, before in zip(new, old, strict=True)]
+        return self.structure.unflatten(changes), self._split(values)
 
     def _split(self, values: list[jax.Array]) -> KerasOptimizerState:
         """Returns the state with the rate and the averages separate, to read and set them."""
@@ -152,9 +147,8 @@ class _Rule:
         if self.rate_index is not None:
             apart[self.rate_index] = state.hyperparams["learning_rate"]
         rest = iter(state.variables)
-        return [
-            apart[i] if i in apart else next(rest) for i in range(len(apart) + len(state.variables))
-        ]
+        number = len(apart) + len(state.variables)
+        return [apart[i] if i in apart else next(rest) for i in range(number)]
 
 
 def _schedule_of(optimizer: Any) -> Any:

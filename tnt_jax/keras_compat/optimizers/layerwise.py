@@ -64,9 +64,8 @@ class Adafactor(Optimizer):
             velocity = rows[..., None] * slots["columns"][..., None, :]
         update = grad / jnp.sqrt(velocity)
         update = update / jnp.maximum(1, _root_mean_square(update) / self.clip_threshold)
-        scale = jnp.maximum(self.epsilon_2, _root_mean_square(param)) * jnp.minimum(
-            rate, 1 / jnp.sqrt(step)
-        )
+        size = jnp.maximum(self.epsilon_2, _root_mean_square(param))
+        scale = size * jnp.minimum(rate, 1 / jnp.sqrt(step))
         return -scale * update, slots
 
 
@@ -115,11 +114,8 @@ class Muon(Optimizer):
     def uses_adam(self, param: Array, path: str) -> bool:
         """Returns whether a weight is updated by Adam."""
         is_embedding = self.exclude_embeddings and "embedding" in path.lower()
-        return (
-            param.ndim != 2
-            or is_embedding
-            or any(re.search(pattern, path) for pattern in self.exclude_layers)
-        )
+        is_excluded = any(re.search(pattern, path) for pattern in self.exclude_layers)
+        return param.ndim != 2 or is_embedding or is_excluded
 
     def decay_of(self, param: Array, path: str) -> float:
         """Returns `weight_decay` or `adam_weight_decay`, 0 for an excluded weight."""

@@ -66,13 +66,11 @@ def get(identifier: Any) -> Any:
     if inspect.isclass(identifier):
         return get(identifier())
     if keras_objects.is_keras(identifier, "optimizers.LossScaleOptimizer"):
-        inner = get(identifier.inner_optimizer)
-        scale = (
-            float(identifier.dynamic_scale.value) if identifier.built else identifier.initial_scale
-        )
-        return LossScaleOptimizer(
-            inner, scale, identifier.dynamic_growth_steps, name=identifier.name
-        )
+        inner, scale = get(identifier.inner_optimizer), identifier.initial_scale
+        if identifier.built:
+            scale = float(identifier.dynamic_scale.value)
+        steps = identifier.dynamic_growth_steps
+        return LossScaleOptimizer(inner, scale, steps, name=identifier.name)
     if keras_objects.is_keras(identifier, "optimizers.Optimizer"):
         return KerasOptimizer(identifier)
     if isinstance(identifier, optax.GradientTransformation):

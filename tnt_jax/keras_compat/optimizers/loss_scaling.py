@@ -92,9 +92,8 @@ class LossScaleOptimizer(Optimizer):
 
     def scaled(self, inner: optax.GradientTransformation) -> optax.GradientTransformation:
         """Returns a transformation of scaled gradients around one of the unscaled gradients."""
-        return with_dynamic_scale(
-            inner, initial_scale=self.initial_scale, growth_steps=self.dynamic_growth_steps
-        )
+        steps = self.dynamic_growth_steps
+        return with_dynamic_scale(inner, initial_scale=self.initial_scale, growth_steps=steps)
 
 
 def _check(inner: Any, options: dict[str, Any]) -> None:
