@@ -27,6 +27,7 @@ from tnt_jax.keras_compat.metrics.means import MeanMetricWrapper
 from tnt_jax.log import logger
 
 _PROBE_ROWS = 6
+Shape = tuple[int, ...]
 
 
 def keeps_own_state(metric: Metric) -> bool:
@@ -41,9 +42,7 @@ def keeps_own_state(metric: Metric) -> bool:
 class StatefulMetric(Metric):
     """A metric with `stateless_update_state` and `stateless_result` whose updates add up."""
 
-    def __init__(
-        self, metric: Any, y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...]
-    ) -> None:
+    def __init__(self, metric: Any, y_true_shape: Shape, y_pred_shape: Shape) -> None:
         super().__init__(name=metric.name)
         if not y_pred_shape:
             raise ValueError(
@@ -124,7 +123,7 @@ class KerasMetric(StatefulMetric):
             return keras.ops.convert_to_tensor(self.stateful.result())
 
 
-def from_keras(metric: Any, y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...]) -> Metric:
+def from_keras(metric: Any, y_true_shape: Shape, y_pred_shape: Shape) -> Metric:
     """Returns a Keras metric as a tnt_jax metric."""
     keras = require_jax_backend()
     is_mean = type(metric).update_state is keras.metrics.MeanMetricWrapper.update_state
@@ -152,9 +151,7 @@ def _keeps_state(metric: Any) -> bool:
     return is_kept
 
 
-def _random_rows(
-    y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...]
-) -> tuple[np.ndarray, np.ndarray]:
+def _random_rows(y_true_shape: Shape, y_pred_shape: Shape) -> tuple[np.ndarray, np.ndarray]:
     """Returns targets 0 and 1, and outputs in (0, 1), for metrics of classes or of numbers."""
     rng = np.random.default_rng(0)
     y_true = rng.integers(0, 2, size=(_PROBE_ROWS, *y_true_shape[1:])).astype(np.float32)
@@ -218,21 +215,19 @@ def get(
     """
     if identifier is None:
         return None
+    shapes = tuple(y_true_shape), tuple(y_pred_shape)
     if isinstance(identifier, Metric):
-        if keeps_own_state(identifier):
-            return StatefulMetric(identifier, tuple(y_true_shape), tuple(y_pred_shape))
-        return identifier
+        return StatefulMetric(identifier, *shapes) if keeps_own_state(identifier) else identifier
     if isinstance(identifier, Mapping):
-        return get(deserialize(identifier), y_true_shape, y_pred_shape, loss=loss)
+        return get(deserialize(identifier), *shapes, loss=loss)
     if isinstance(identifier, str):
-        metric = _by_name(identifier, tuple(y_true_shape), tuple(y_pred_shape), loss)
+        metric = _by_name(identifier, *shapes, loss)
         metric.name = identifier
         return metric
     if inspect.isclass(identifier):
-        identifier = identifier()
-        return get(identifier, y_true_shape, y_pred_shape)
+        return get(identifier(), *shapes)
     if keras_objects.is_keras(identifier, "metrics.Metric"):
-        return from_keras(identifier, tuple(y_true_shape), tuple(y_pred_shape))
+        return from_keras(identifier, *shapes)
     if isinstance(identifier, Loss) or callable(identifier):
         as_loss = losses.get(identifier)
         return MeanMetricWrapper(identifier if type(as_loss) is LossFunctionWrapper else as_loss)
@@ -283,9 +278,7 @@ def check_outputs(metric: Metric, outputs: Any) -> None:
         )
 
 
-def _by_name(
-    name: str, y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...], loss: Loss | None
-) -> Metric:
+def _by_name(name: str, y_true_shape: Shape, y_pred_shape: Shape, loss: Loss | None) -> Metric:
     family = _FAMILIES.get(name.lower())
     if family is None:
         cls = keras_objects.find(name, _classes())
@@ -300,9 +293,7 @@ def _by_name(
     return cls(from_logits=True) if family == "Crossentropy" and takes_logits else cls()
 
 
-def _only_in_keras(
-    name: str, y_true_shape: tuple[int, ...], y_pred_shape: tuple[int, ...]
-) -> Metric:
+def _only_in_keras(name: str, y_true_shape: Shape, y_pred_shape: Shape) -> Metric:
     cls = keras_objects.find_class(name, "metrics")
     if cls is None:
         names = map(keras_objects.snake_case, _classes())
