@@ -94,10 +94,6 @@ class DecoderLayer(_Layer):
         y_BTD = self.filter(self.filter_norm(x_BTD), train=train)
         return x_BTD + self.drop(y_BTD, deterministic=not train)
 
-    def project_memory(self, memory_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the keys and values of the encoded sources, computed once per translation."""
-        return self.attend_memory.project(memory_BSD)
-
     def step(
         self,
         x_BKD: jax.Array,
@@ -242,7 +238,7 @@ class Transformer(nn.Module):
     def remember(self, sources: jax.Array) -> Memory:
         """Encodes token ids [B, S] and projects them for all decoder layers, once a translation."""
         memory_BSD = self.encode(sources, train=False)
-        layers = [layer.project_memory(memory_BSD) for layer in self.decoder]
+        layers = [layer.attend_memory.project(memory_BSD) for layer in self.decoder]
         return Memory(layers, real_lengths(sources))
 
     def empty_cache(self, batch_size: int, *, num_beams: int, num_places: int) -> list[LayerCache]:
