@@ -116,7 +116,7 @@ def _passes(before: int, after: int, frequency: int) -> bool:
     return after // frequency > before // frequency
 
 
-# Last parts of the paths of embedding tables: Flax's and Keras's.
+# Last parts of the paths of embedding tables [entries, features]: Flax's and Keras's.
 _TABLES = ("embedding", "embeddings")
 
 
@@ -160,30 +160,18 @@ def as_images(weight: np.ndarray) -> np.ndarray | None:
     return ((image - low) / ((high - low) or 1) * 255).astype(np.uint8)
 
 
-def write_images(writer: Any, weights: Mapping[str, np.ndarray], epoch: int) -> None:
-    """Writes weights by path as images, `<path>/image`."""
-    for path, weight in weights.items():
-        images = as_images(weight)
-        if images is not None:
-            writer.add_images(f"{path}/image", images, epoch, dataformats="NHWC")
-
-
-def embedding_tables(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the embedding tables `[entries, features]` among weights, by layer path."""
-    return {
+def write_embeddings(
+    log_dir: str | os.PathLike[str],
+    weights: Mapping[str, np.ndarray],
+    metadata: str | Mapping[str, str] | None,
+    epoch: int,
+) -> None:
+    """Writes the embedding tables among weights for TensorBoard's projector, by layer path."""
+    tables = {
         path.rpartition("/")[0] or path: np.asarray(weight, np.float32)
         for path, weight in weights.items()
         if path.split("/")[-1] in _TABLES and weight.ndim == 2
     }
-
-
-def write_embeddings(
-    log_dir: str | os.PathLike[str],
-    tables: Mapping[str, np.ndarray],
-    metadata: str | Mapping[str, str] | None,
-    epoch: int,
-) -> None:
-    """Writes embedding tables for TensorBoard's projector, which shows the last ones written."""
     by_layer = metadata if isinstance(metadata, Mapping) else dict.fromkeys(tables, metadata)
     names = {name for layer in tables for name in (layer, layer.rpartition("/")[2])}
     if unknown := sorted(set(by_layer) - names):
@@ -362,15 +350,15 @@ class TensorBoard(Callback):
             where = "validation" if name.startswith("val_") else "train"
             self._write(where, f"epoch_{name.removeprefix('val_')}", value, epoch)
         if self.histogram_freq and epoch % self.histogram_freq == 0:
-            weights = self.model.weights_by_path()
-            for path, weight in weights.items():
+            writer = self._writer("train")
+            for path, weight in self.model.weights_by_path().items():
                 if (finite := finite_values(path, weight)).size:
-                    self._writer("train").add_histogram(f"{path}/histogram", finite, epoch)
-            if self.write_images:
-                write_images(self._writer("train"), weights, epoch)
+                    writer.add_histogram(f"{path}/histogram", finite, epoch)
+                if self.write_images and (images := as_images(weight)) is not None:
+                    writer.add_images(f"{path}/image", images, epoch, dataformats="NHWC")
         if self.embeddings_freq and epoch % self.embeddings_freq == 0:
-            tables = embedding_tables(self.model.weights_by_path())
-            write_embeddings(self.log_dir, tables, self.embeddings_metadata, epoch)
+            weights = self.model.weights_by_path()
+            write_embeddings(self.log_dir, weights, self.embeddings_metadata, epoch)
         for writer in self._writers.values():
             writer.flush()
 
