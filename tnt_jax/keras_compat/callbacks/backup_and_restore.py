@@ -91,7 +91,7 @@ def collect(callbacks: Iterable[Any]) -> tuple[States, dict[str, np.ndarray]]:
         # A copy: training and callbacks change their state while the backup is written.
         state = copy.deepcopy(_state_of(callback))
         for name, value in state.items():
-            if _is_arrays(value):
+            if isinstance(value, list) and value and all(isinstance(x, np.ndarray) for x in value):
                 path = f"callbacks/{index}/{name}"
                 arrays |= {f"{path}/{number}": array for number, array in enumerate(value)}
                 state[name] = {"num_arrays": len(value)}
@@ -164,11 +164,6 @@ def _restored(
 ) -> dict[str, Any]:
     told = [name for name, x in state.items() if isinstance(x, dict) and set(x) == {"num_arrays"}]
     return {**state, **{name: numbered(arrays, f"{path}/{name}") for name in told}}
-
-
-def _is_arrays(value: Any) -> bool:
-    is_list = isinstance(value, list) and bool(value)
-    return is_list and all(isinstance(item, np.ndarray) for item in value)
 
 
 BACKUP_PREFIX = "tnt_jax_backup"
@@ -317,19 +312,16 @@ class BackupAndRestore(Callback):
     def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
         """Deletes the backup, or makes the last one and waits until it is written."""
         self.model.resumption.save_now = None
-        if self._has_saved_now:
-            self._checkpoints.close()
-        elif self.delete_checkpoint:
-            self._checkpoints.close()
-            if self.writes or self.scope == "all_processes":
-                self._checkpoints.remove_all()
-        elif self._ended_state is not None:
-            # Other callbacks may have changed it at the end, a second time.
-            self.model.set_state(self._ended_state)
-            self._checkpoints.close()
-        else:
-            self._save(ended={"epochs": self.params["epochs"]})
-            self._checkpoints.close()
+        if not self._has_saved_now and not self.delete_checkpoint:
+            if self._ended_state is None:
+                self._save(ended={"epochs": self.params["epochs"]})
+            else:
+                # Other callbacks may have changed it at the end, a second time.
+                self.model.set_state(self._ended_state)
+        self._checkpoints.close()
+        removes = self.delete_checkpoint and not self._has_saved_now
+        if removes and (self.writes or self.scope == "all_processes"):
+            self._checkpoints.remove_all()
 
     def save_now(self) -> bool:
         """Backs up between two steps, and returns whether the backup is written.

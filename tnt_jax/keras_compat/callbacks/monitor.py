@@ -65,7 +65,6 @@ class SavingSeconds:
 
     def is_due_after_batch(self, batch: int) -> bool:
         """Counts a call after a batch; returns whether a save is due."""
-        del batch
         if self._alone:
             is_due = self._clock() - self._last_s >= self.interval_s
         else:
@@ -79,7 +78,6 @@ class SavingSeconds:
 
     def start_at(self, batch: int) -> None:
         """Starts to count, right after a save."""
-        del batch
         self._last_s = self._asked_s = self._clock()
         self._calls, self._wait, self._total = 0, 1, 0
 
