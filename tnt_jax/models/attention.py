@@ -22,9 +22,8 @@ class Attention(nn.Module):
     Attributes:
         num_heads: Heads N; must divide `width`.
         width: Width D of the result.
-        dropout: Fraction of attention weights dropped in training, from 0 to 1. If it is above 0,
-            the weights must exist as an array, so training uses the plain formula; everything else
-            uses `implementation`.
+        dropout: Fraction of attention weights dropped in training, from 0 to 1. Above 0, training
+            uses the plain formula, which has weights to drop; all else uses `implementation`.
         dtype: Dtype of the computation.
         implementation: Kernel of `jax.nn.dot_product_attention`; None chooses by
             `fastest_implementation`.

@@ -102,23 +102,19 @@ class BottleneckBlock(_Block):
 
 
 class ResNet(nn.Module):
-    """A residual network with the ImageNet stem.
-
-    The stem is a 7x7 convolution and a 3x3 max-pooling, both of stride 2.
+    """A residual network with the ImageNet stem: 7x7 convolution and 3x3 max-pooling of stride 2.
 
     Convolutions are He-initialized and have no bias; the last BatchNorm scale of each block starts
     at zero and the classifier from N(0, 0.01), so that training starts from the identity (Goyal et
     al. 2017, section 5.1).
 
     Attributes:
-        stage_sizes: Blocks in each stage; a stage after the first halves the image and doubles the
-            channels.
+        stage_sizes: Blocks of each stage; all but the first halve the image, double the channels.
         block: `BasicBlock` or `BottleneckBlock`.
         num_classes: Classes K.
         width: Channels of the stem and of the first stage.
         dtype: Dtype of the computation; parameters, statistics and logits are float32.
-        bn_axis_name: Mesh axis for synchronised BatchNorm, or None for the statistics of each
-            rank's own rows.
+        bn_axis_name: Mesh axis of synchronised BatchNorm; None for statistics of each rank's rows.
         kernel_l2: Factor of the sum of squared kernels that training adds to the loss, in the
             collection `losses`.
         bn_epsilon: Added to the variance in BatchNorm.
@@ -155,10 +151,9 @@ class ResNet(nn.Module):
 
 
 def batch_norm(*, train: bool, axis_name: str | None, dtype: Any, epsilon: float = 1e-5) -> Layer:
-    """Returns `nn.BatchNorm` with everything set except the name and the initializers.
+    """Returns `nn.BatchNorm` by Goyal et al. 2017, section 5.1, without name and initializers.
 
-    The defaults are those of Goyal et al. 2017, section 5.1. Statistics are float32 whatever the
-    `dtype` of the result.
+    Statistics are float32 whatever the `dtype` of the result.
     """
     return partial(
         nn.BatchNorm,
@@ -279,10 +274,7 @@ resnet110 = partial(CifarResNet, depth=110)
 
 
 class SmallBlock(_Block):
-    """Convolutions of 1x1, 3x3 and 1x1, all of the same width, and a shortcut.
-
-    The shortcut is a convolution if the stride is 2.
-    """
+    """Convolutions of 1x1, 3x3 and 1x1 of one width, and a shortcut, a convolution for stride 2."""
 
     @nn.compact
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
@@ -298,12 +290,11 @@ class ResNetSmall(nn.Module):
     """The residual network of 26 weighted layers of the NERSC course "Deep Learning at Scale".
 
     It is for CIFAR-10 and has a 3x3 stem, four stages of 64, 128, 256 and 512 channels with two
-    blocks each, and a classifier. Its attributes are as of `ResNet`.
-
-    Every stage, including the first, halves the image. Unlike in the ImageNet networks,
-    convolutions have a bias and every BatchNorm scale starts at one, as in the course. The course
-    leaves the decay of some BatchNorms at Keras's 0.99 and sets it to 0.9 in others; here it is 0.9
-    (and epsilon 1e-5) in all, so that the statistics are settled after short runs.
+    blocks each, and a classifier. Its attributes are as of `ResNet`. Every stage halves the image.
+    Unlike in the ImageNet networks, convolutions have a bias and every BatchNorm scale starts at
+    one, as in the course. The course leaves the decay of some BatchNorms at Keras's 0.99 and sets
+    it to 0.9 in others; here it is 0.9 (and epsilon 1e-5) in all, so that the statistics are
+    settled after short runs.
     """
 
     num_classes: int = 10

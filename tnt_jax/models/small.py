@@ -14,10 +14,9 @@ PAD_ID = 0
 
 
 class CNN(nn.Module):
-    """Three 3x3 convolutions, each followed by 2x2 max-pooling, and two dense layers.
+    """3x3 convolutions of 16, 32 and 64 channels, each with 2x2 max-pooling, and two dense layers.
 
-    It is the small network of the NERSC course "Deep Learning at Scale". The convolutions have 16,
-    32 and 64 channels.
+    It is the small network of the NERSC course "Deep Learning at Scale".
 
     Attributes:
         num_classes: Classes K.

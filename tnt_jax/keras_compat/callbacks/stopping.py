@@ -17,8 +17,7 @@ class TerminateOnNaN(Callback):
     have changed already. `compile(on_nan="raise")` ends training before, without waiting.
 
     Args:
-        raise_error: Whether to raise an error instead of ending training; `on_train_end` then does
-            not run.
+        raise_error: Whether to raise an error instead, so that `on_train_end` does not run.
     """
 
     def __init__(self, raise_error: bool = False) -> None:

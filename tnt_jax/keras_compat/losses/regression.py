@@ -39,20 +39,15 @@ def mean_absolute_percentage_error(y_true: ArrayLike, y_pred: ArrayLike) -> jax.
 
 
 def mean_squared_logarithmic_error(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
-    """Returns the mean of (log(y_pred + 1) - log(y_true + 1))^2 [batch, ...].
-
-    Numbers below 1e-7 count as 1e-7.
-    """
+    """Returns the mean of (log(y_pred + 1) - log(y_true + 1))^2 [batch, ...], both from 1e-7 on."""
     y_true, y_pred = _matched(y_true, y_pred)
     log_true, log_pred = (jnp.log(jnp.maximum(y, EPSILON) + 1) for y in (y_true, y_pred))
     return jnp.mean(jnp.square(log_pred - log_true), axis=-1)
 
 
 def huber(y_true: ArrayLike, y_pred: ArrayLike, delta: float = 1.0) -> jax.Array:
-    """Returns the mean of e^2 / 2 if |e| <= delta, else delta * |e| - delta^2 / 2 [batch, ...].
-
-    Huber 1964.
-    """
+    """Returns the mean [batch, ...] of e^2 / 2, or delta * (|e| - delta / 2) if |e| > delta."""
+    # Huber 1964.
     y_true, y_pred = _matched(y_true, y_pred)
     return jnp.mean(optax.huber_loss(y_pred, y_true, delta=delta), axis=-1)
 

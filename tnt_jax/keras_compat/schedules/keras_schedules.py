@@ -124,10 +124,7 @@ class PolynomialDecay(LearningRateSchedule):
 
 @dataclass(eq=False, repr=False)
 class PiecewiseConstantDecay(LearningRateSchedule):
-    """Constant rates between boundaries.
-
-    The rate is `values[0]` up to and including step `boundaries[0]`, and `values[i]` up to and
-    including `boundaries[i]`.
+    """Constant rates: `values[i]` up to and including step `boundaries[i]`, then the last value.
 
     Args:
         boundaries: Steps in increasing order.

@@ -39,9 +39,8 @@ def scale_by_square_root(learning_rate: float, *, batch_size: int, base_batch_si
 class GradualWarmup(LearningRateSchedule):
     """A linear warm-up, step by step, to a constant rate or to the rate of another schedule.
 
-    The warm-up is that of Goyal et al. 2017 (arXiv:1706.02677, section 2.2).
-
-    Horovod's warm-up rises from the rate of one rank to that of all:
+    It is that of Goyal et al. 2017 (arXiv:1706.02677, section 2.2). Horovod's warm-up rises from
+    the rate of one rank to that of all:
     `GradualWarmup(rate * tnt.get_size(), warmup_steps=5 * steps_per_epoch,
     initial_learning_rate=rate)`.
 
