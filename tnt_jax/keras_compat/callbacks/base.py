@@ -153,12 +153,7 @@ class CallbackScope:
             return None
         if self.scope == "all_processes" and not self.is_silent:
             return function
-
-        def run(*args: Any) -> None:
-            with self.entered():
-                function(*args)
-
-        return run
+        return self.entered()(function)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
