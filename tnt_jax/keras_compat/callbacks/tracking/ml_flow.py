@@ -51,10 +51,7 @@ class MLflow:
             self._client.update_run(run, status="RUNNING")
             return run
         found = self._client.get_experiment_by_name(self._experiment)
-        if found is None:
-            where = self._client.create_experiment(self._experiment)
-        else:
-            where = found.experiment_id
+        where = found.experiment_id if found else self._client.create_experiment(self._experiment)
         self._run = self._client.create_run(where, run_name=self._name).info.run_id
         parameters = [
             self._mlflow.entities.Param(_NO_NAME.sub("_", name), text[:_MOST_CHARACTERS])
@@ -79,11 +76,10 @@ class MLflow:
     ) -> None:
         """Records histograms as one file, and images."""
         if kind == "histogram":
-            binned = {path: np.histogram(array, bins=64) for path, array in arrays.items()}
-            table = {
-                path: {"counts": counts.tolist(), "edges": edges.tolist()}
-                for path, (counts, edges) in binned.items()
-            }
+            table = {}
+            for path, array in arrays.items():
+                counts, edges = np.histogram(array, bins=64)
+                table[path] = {"counts": counts.tolist(), "edges": edges.tolist()}
             self._client.log_dict(self._run, table, f"histograms/{step}.json")
             return
         for path, image in arrays.items():
