@@ -322,7 +322,7 @@ class Callback:
         self.on_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Runs after step `batch` was started; to read its logs waits for the devices."""
+        """Runs after step `batch` has begun; reading its logs, means so far, waits for devices."""
         self.on_batch_end(batch, logs)
 
     def on_test_begin(self, logs: Mapping[str, float] | None = None) -> None:

@@ -39,7 +39,10 @@ def mean_absolute_percentage_error(y_true: ArrayLike, y_pred: ArrayLike) -> jax.
 
 
 def mean_squared_logarithmic_error(y_true: ArrayLike, y_pred: ArrayLike) -> jax.Array:
-    """Returns the mean of (log(y_pred + 1) - log(y_true + 1))^2 [batch, ...], both from 1e-7 on."""
+    """Returns the mean of (log(y_pred + 1) - log(y_true + 1))^2 [batch, ...].
+
+    Numbers below 1e-7 count as 1e-7.
+    """
     y_true, y_pred = _matched(y_true, y_pred)
     log_true, log_pred = (jnp.log(jnp.maximum(y, EPSILON) + 1) for y in (y_true, y_pred))
     return jnp.mean(jnp.square(log_pred - log_true), axis=-1)
