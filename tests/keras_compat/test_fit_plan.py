@@ -1,10 +1,18 @@
 """The plan of `fit`: the epochs after which it validates, what it holds out, and what it weighs."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from tnt_jax.data.sources import HostBatch
-from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments, Plan, carry_out_split
+from tnt_jax.keras_compat.fit.data_intake import (
+    DataArguments,
+    FitArguments,
+    Plan,
+    carry_out_split,
+    to_batch,
+)
 
 
 def arguments(**changes):
@@ -18,7 +26,8 @@ def arguments(**changes):
 
 
 def plan(validation="a source", weighting=None, **changes):
-    return Plan(None, None, weighting, validation, arguments(**changes))
+    unpack = partial(to_batch, weighting=weighting)
+    return Plan(None, None, unpack, validation, arguments(**changes))
 
 
 # As Keras documents `validation_freq`: every so many epochs, or after those listed, from 1.

@@ -155,13 +155,9 @@ class Plan:
 
     stream: EpochStream
     first: HostBatch
-    weighting: Weighting | None
+    unpack: Callable[[HostBatch], Batch]  # Returns the inputs of a step.
     validation: Source | None
     arguments: FitArguments
-
-    def unpack(self, item: HostBatch) -> Batch:
-        """Returns the inputs of a step from a host batch."""
-        return to_batch(item, self.weighting)
 
     def validates_after(self, epoch: int) -> bool:
         """Returns whether validation follows epoch number `epoch`, from 0."""

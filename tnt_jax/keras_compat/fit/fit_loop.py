@@ -3,7 +3,7 @@
 import gc
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -31,7 +31,6 @@ from tnt_jax.keras_compat.fit.data_intake import (
     DataArguments,
     FitArguments,
     Plan,
-    Weighting,
     carry_out_split,
     class_weighting,
     to_batch,
@@ -159,15 +158,15 @@ class FitLoop:
             validation_freq=arguments.validation_freq,
             checkpoint_directory=arguments.checkpoint_directory,
         )
-        weighting = class_weighting(arguments.class_weight)
+        unpack = partial(to_batch, weighting=class_weighting(arguments.class_weight))
         # A callback that resumes a run may leave no epoch even so.
         has_epochs = arguments.initial_epoch < arguments.epochs
         compiles = self.trains and has_epochs and not data.fits_memory
         with core.trainer.building_meanwhile():
-            meanwhile = self._beside_first_batch(weighting) if compiles else None
+            meanwhile = self._beside_first_batch(unpack) if compiles else None
             stream, first = self._open(meanwhile=meanwhile)
-            plan = Plan(stream, first, weighting, None, arguments)
-            batch = plan.unpack(first)
+            plan = Plan(stream, first, unpack, None, arguments)
+            batch = unpack(first)
             shared.prepare(batch)
             if arguments.class_weight and isinstance(core.functions, Compiled):
                 core.functions.check_classes(arguments.class_weight)
@@ -175,15 +174,15 @@ class FitLoop:
                 core.choose_mesh(batch)
             shared.trace_rows(batch, train=True, source=stream.source, num_rows=first.num_rows)
             if compiles:
-                shared.compile_ahead(stream, first, plan.unpack)
+                shared.compile_ahead(stream, first, unpack)
         shared.check_rows(batch, train=True)
         if arguments.validation_data is not None:
             shared.check_rows(batch, train=False)
         if data.fits_memory:
-            shared.fit_memory(stream, first, plan.unpack)
+            shared.fit_memory(stream, first, unpack)
         return plan
 
-    def _beside_first_batch(self, weighting: Weighting | None) -> Meanwhile | None:
+    def _beside_first_batch(self, unpack: Callable[[HostBatch], Batch]) -> Meanwhile | None:
         """Returns what prepares the step while the first batch is read; None if nothing can."""
         core = self._core
         is_known = core.require_compiled().functions is not None
@@ -191,10 +190,9 @@ class FitLoop:
             return None
 
         def prepare(stream: EpochStream, announced: HostBatch) -> None:
-            batch = to_batch(announced, weighting)
+            batch = unpack(announced)
             self._shared.prepare_announced(batch)
             self._shared.trace_rows(batch, train=True)
-            unpack = partial(to_batch, weighting=weighting)
             self._shared.compile_ahead(stream, announced, unpack)
 
         return prepare

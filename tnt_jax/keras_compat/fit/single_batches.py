@@ -1,8 +1,9 @@
 """Training, evaluation and prediction on single batches, for custom loops on a `Model`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,11 +14,11 @@ from tnt_jax.data.arguments import is_arrays
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.liveness.rendezvous import check_not_alone
-from tnt_jax.keras_compat.fit.data_intake import DataArguments, Weighting, class_weighting, to_batch
+from tnt_jax.keras_compat.fit.data_intake import DataArguments, class_weighting, to_batch
 from tnt_jax.keras_compat.fit.evaluation import as_returned
 from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.state.core import Core
-from tnt_jax.train.contracts import CountedRows
+from tnt_jax.train.contracts import Batch, CountedRows
 from tnt_jax.train.trainer import device_feed
 
 
@@ -56,13 +57,13 @@ class SingleBatches:
                 "train_on_batch is not possible with sync=LocalSteps, as nobody knows which call "
                 "is the last of a round. Use fit, or tnt_jax.local_steps in a custom training loop."
             )
-        weighting = class_weighting(class_weight)
+        unpack = partial(to_batch, weighting=class_weighting(class_weight))
         first = self._single(x, y, sample_weight)
-        batch = to_batch(first, weighting)
+        batch = unpack(first)
         self._shared.prepare(batch)
         self._core.choose_mesh(batch)
         self._shared.check_rows(batch, train=True)
-        with self._fed(first, weighting) as feed:
+        with self._fed(first, unpack) as feed:
             sums = self._core.trainer.train_epoch(feed, CountedRows())
         self._shared.progress.epoch_sums = sums
         self._core.write_back_outside_fit()
@@ -134,16 +135,13 @@ class SingleBatches:
         return next(iter(self._shared.source(replace(data, batch_size=size)).batches(0)))
 
     @contextmanager
-    def _fed(self, first: HostBatch, weighting: Weighting | None = None) -> Iterator[Any]:
+    def _fed(
+        self, first: HostBatch, unpack: Callable[[HostBatch], Batch] = to_batch
+    ) -> Iterator[Any]:
         """Yields the batch on the devices, for a step within the block."""
         with (
             phases.in_phase("step"),
-            device_feed(
-                self._core.trainer,
-                iter([first]),
-                lambda item: to_batch(item, weighting),
-                threaded=False,
-            ) as feed,
+            device_feed(self._core.trainer, iter([first]), unpack, threaded=False) as feed,
         ):
             yield feed
 
