@@ -191,7 +191,7 @@ class FitLoop:
 
         def prepare(stream: EpochStream, announced: HostBatch) -> None:
             batch = unpack(announced)
-            self._shared.prepare_announced(batch)
+            self._shared.prepare(batch, is_announced=True)
             self._shared.trace_rows(batch, train=True)
             self._shared.compile_ahead(stream, announced, unpack)
 

@@ -15,7 +15,7 @@ from tnt_jax.data.sources import HostBatch, Source, array_source
 from tnt_jax.data.streams import EpochStream
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining import runtime
-from tnt_jax.keras_compat.compiling.compiled import Compilation, Compiled
+from tnt_jax.keras_compat.compiling.compiled import Compiled
 from tnt_jax.keras_compat.compiling.objective import CompiledObjective
 from tnt_jax.keras_compat.compiling.row_checks import (
     PerRow,
@@ -111,58 +111,52 @@ class Shared:
         problem_of = self.builder.problem_of_inputs
         return problem_of(few) is not None and problem_of(few[0]) is None
 
-    def prepare(self, batch: Batch) -> None:
-        """Creates variables and compiled functions for data like `batch`, and checks the data."""
-        compilation, kind = self._build_for(batch)
-        if kind in compilation.known_kinds:
-            return
-        if compilation.announced_kind not in (None, kind):
-            compilation.functions = None
-        compilation.announced_kind = None
-        try:
-            functions, outputs, activations = self._traced(batch)
-            if isinstance(functions, Compiled):
-                check = partial(functions.check_first_batch, batch.targets, rows=real_rows(batch))
-                collectives.call_on_all_processes(check)
-                functions.check_traced(outputs, activations, batch.targets)
-                looks_at_outputs = any(spec.looks_at_outputs for spec in functions.specs)
-                if looks_at_outputs and not compilation.known_kinds:
-                    local = local_outputs(self.core.trainer, batch)
-                    collectives.call_on_all_processes(partial(check, local))
-        except CallError as error:
-            # The message says what to do; the traceback does not help.
-            raise CallError(str(error)) from None
-        if compilation.functions is None:
-            self._compile(functions)
-        compilation.known_kinds.add(kind)
+    def prepare(self, batch: Batch, *, is_announced: bool = False) -> None:
+        """Creates variables and compiled functions for data like `batch`, and checks the data.
 
-    def prepare_announced(self, announced: Batch) -> None:
-        """Creates variables and compiled functions for data that is still being read.
-
-        `prepare` follows, and checks the data. All processes must call it.
+        If it is announced, and still being read, the next call checks it. All processes call this.
         """
-        compilation, kind = self._build_for(announced)
-        self._compile(self._traced(announced)[0])
-        compilation.announced_kind = kind
-
-    def _build_for(self, batch: Batch) -> tuple[Compilation, Any]:
-        """Creates missing variables; returns the compilation and the kind of data."""
-        compilation = self.core.require_compiled()
+        core, compilation = self.core, self.core.require_compiled()
         arguments = compilation.arguments
         if jax.tree.leaves((arguments.loss, arguments.metrics, arguments.weighted_metrics)):
             require_targets(batch)
         self.builder.build_for(batch)
-        return compilation, kinds((batch.inputs, batch.targets))
+        kind = kinds((batch.inputs, batch.targets))
+        if kind in compilation.known_kinds:
+            return
+        if compilation.announced_kind not in (None, kind):
+            compilation.functions = None
+        compilation.announced_kind = kind if is_announced else None
+        try:
+            functions = self._functions(batch, checks=not is_announced)
+        except CallError as error:
+            # The message says what to do; the traceback does not help.
+            raise CallError(str(error)) from None
+        if compilation.functions is None:
+            self.state.start_optimizer()
+            core.compile_steps(functions)
+            compilation.functions = functions
+            runtime.log_start_phase("weights made")
+        if not is_announced:
+            compilation.known_kinds.add(kind)
 
-    def _traced(self, batch: Batch) -> tuple[Compiled | CompiledObjective, Any, Any]:
-        """Returns losses and metrics for a kind of data, and the trace that they were made for."""
-        arguments = self.core.require_compiled().arguments
-        if arguments.objective is not None:
-            return CompiledObjective(arguments.objective), None, None
-        outputs, activations = trace_outputs(self.core.trainer, batch)
-        module = self.core.module
-        declared = getattr(module, "output_names", None) if is_keras(module) else None
-        return Compiled(arguments, outputs, batch.targets, declared), outputs, activations
+    def _functions(self, batch: Batch, *, checks: bool) -> Compiled | CompiledObjective:
+        """Returns losses and metrics for a kind of data, checked against it if that is wanted."""
+        core, compilation = self.core, self.core.require_compiled()
+        if compilation.arguments.objective is not None:
+            return CompiledObjective(compilation.arguments.objective)
+        outputs, activations = trace_outputs(core.trainer, batch)
+        declared = getattr(core.module, "output_names", None) if is_keras(core.module) else None
+        functions = Compiled(compilation.arguments, outputs, batch.targets, declared)
+        if checks:
+            check = partial(functions.check_first_batch, batch.targets, rows=real_rows(batch))
+            collectives.call_on_all_processes(check)
+            functions.check_traced(outputs, activations, batch.targets)
+            looks_at_outputs = any(spec.looks_at_outputs for spec in functions.specs)
+            if looks_at_outputs and not compilation.known_kinds:
+                local = local_outputs(core.trainer, batch)
+                collectives.call_on_all_processes(partial(check, local))
+        return functions
 
     def compile_ahead(
         self, stream: EpochStream, first: HostBatch, unpack: Callable[[HostBatch], Batch]
@@ -316,13 +310,6 @@ class Shared:
         trainer.evaluation_ahead.start(
             lambda: trainer.trace_evaluation(prepare([first] * num_steps)).lower()
         )
-
-    def _compile(self, functions: Compiled | CompiledObjective) -> None:
-        """Chooses what the steps compute; they are compiled on their first run."""
-        self.state.start_optimizer()
-        self.core.compile_steps(functions)
-        self.core.require_compiled().functions = functions
-        runtime.log_start_phase("weights made")
 
 
 def _last_rows(source: Source | None, batch_rows: int, num_ranks: int) -> int:
