@@ -55,7 +55,18 @@ class Shared:
         if data.predicts:
             y = sample_weight = None
         check_arguments(x, y, sample_weight)
-        reading = self._reading(data)
+        trainer, options = self.core.trainer, self.core.options
+        if not data.distribute and trainer.runtime.shares_ranks:
+            raise ValueError(
+                "tnt_distribute_dataset=False needs processes with rows of their own, but on this "
+                "mesh several processes work on the same rows. Give each process all devices of "
+                "the axes 'stage' and 'tensor', or let tnt_jax distribute the data."
+            )
+        rank_slice = (trainer.of_group if data.trains else trainer).rank_slice
+        sizes = (data.batch_size, data.rows_per_rank)
+        reading = ReadOptions(
+            rank_slice, *sizes, data.shuffle, options.seed, data.distribute, options.reproducible
+        )
         if is_arrays(x):
             return array_source(x, y, sample_weight, reading)
         # The readers of all other kinds of data are imported with the first of it.
@@ -81,21 +92,6 @@ class Shared:
             None if size is None else num_padded_rows(size, num_ranks),
             num_padded_rows(examples % size or size, num_ranks) if size and examples else "unknown",
             self.core.options.seed,
-        )
-
-    def _reading(self, data: DataArguments) -> ReadOptions:
-        if not data.distribute and self.core.trainer.runtime.shares_ranks:
-            raise ValueError(
-                "tnt_distribute_dataset=False needs processes with rows of their own, but on this "
-                "mesh several processes work on the same rows. Give each process all devices of "
-                "the axes 'stage' and 'tensor', or let tnt_jax distribute the data."
-            )
-        trainer = self.core.trainer
-        rank_slice = (trainer.of_group if data.trains else trainer).rank_slice
-        options = self.core.options
-        sizes = (data.batch_size, data.rows_per_rank)
-        return ReadOptions(
-            rank_slice, *sizes, data.shuffle, options.seed, data.distribute, options.reproducible
         )
 
     def _is_taken_apart(self, data: DataArguments) -> bool:
