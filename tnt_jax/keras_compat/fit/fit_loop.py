@@ -292,52 +292,47 @@ class FitLoop:
         return self._recovery.go_on(error, reopen)
 
     def _train_from(self, start: Place) -> None:
-        plan = self._plan
+        plan, core, hooks, progress = self._plan, self._core, self._hooks, self._shared.progress
         plan.stream.seek(start.epoch, start.batch, first_epoch=plan.arguments.initial_epoch)
-        self._shared.progress.place = start
-        divergence = Divergence(forbids_single_stop=self._core.options.reproducible)
-        divergence.check_start(self._core.trainer.alike_state())
-        watches = may_stop_within_epoch(self._hooks.callbacks)
-        ahead = IN_FLIGHT + 1 + self._core.trainer.of_group.most_apart
-        with SharedStop(ahead=ahead, is_watched=watches) as stop:
-            self._epochs(start, stop, divergence)
-
-    def _epochs(self, start: Place, stop: SharedStop, divergence: Divergence) -> None:
-        plan, hooks, recovery = self._plan, self._hooks, self._recovery
-        progress = self._shared.progress
+        progress.place = start
+        divergence = Divergence(forbids_single_stop=core.options.reproducible)
+        divergence.check_start(core.trainer.alike_state())
+        watches = may_stop_within_epoch(hooks.callbacks)
+        ahead = IN_FLIGHT + 1 + core.trainer.of_group.most_apart
         epochs = range(start.epoch, plan.arguments.epochs)
-        if epochs:
-            self._points.pass_one()
-        for epoch in epochs:
-            recovery.begin_epoch(epoch)
-            phase_hooks = self.step_hooks(
-                "train",
-                hooks,
-                note_step=self._call.note_step,
-                progress=progress,
-                read=self._core.training_logs,
-                stop=stop,
-                before_step=self._core.read_assigned,
-            )
-            check_trains_the_same(self._core.adapter)
-            begin = start if epoch == start.epoch else None
-            with phases.in_phase(""):
-                logs = self._train_epoch(epoch, phase_hooks, begin)
-            if logs is None:
-                return
-            if plan.validates_after(epoch):
-                logs |= self._validate()
-            recovery.logs = logs
-            hooks.call("on_epoch_end", epoch, logs)
-            self._shared.resumption.enter_epoch(epoch + 1)
-            progress.stop_training = divergence.check(
-                self._core.trainer.alike_state(),
-                epoch=epoch + 1,
-                stop_training=progress.stop_training or stop.is_asked,
-            )
-            if progress.stop_training:
-                return
-            self._points.pass_one()
+        with SharedStop(ahead=ahead, is_watched=watches) as stop:
+            if epochs:
+                self._points.pass_one()
+            for epoch in epochs:
+                self._recovery.begin_epoch(epoch)
+                phase_hooks = self.step_hooks(
+                    "train",
+                    hooks,
+                    note_step=self._call.note_step,
+                    progress=progress,
+                    read=core.training_logs,
+                    stop=stop,
+                    before_step=core.read_assigned,
+                )
+                check_trains_the_same(core.adapter)
+                begin = start if epoch == start.epoch else None
+                with phases.in_phase(""):
+                    logs = self._train_epoch(epoch, phase_hooks, begin)
+                if logs is None:
+                    return
+                if plan.validates_after(epoch):
+                    logs |= self._validate()
+                self._recovery.logs = logs
+                hooks.call("on_epoch_end", epoch, logs)
+                self._shared.resumption.enter_epoch(epoch + 1)
+                progress.stop_training = divergence.check(
+                    core.trainer.alike_state(),
+                    epoch=epoch + 1,
+                    stop_training=progress.stop_training or stop.is_asked,
+                )
+                if progress.stop_training:
+                    return
+                self._points.pass_one()
 
     def _train_epoch(
         self, epoch: int, hooks: PhaseHooks, start: Place | None
