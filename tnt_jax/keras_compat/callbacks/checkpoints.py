@@ -160,7 +160,7 @@ class ModelCheckpoint(Callback):
         if self._checkpoints is None or self._checkpoints.directory != Path(path).absolute():
             self._finish()
             self._checkpoints = self._open(path)
-        self.model.saver.start_saving(self._checkpoints, with_model=not self.save_weights_only)
+        self.model._start_saving(self._checkpoints, with_model=not self.save_weights_only)
 
     def _open(self, path: str) -> Checkpoints:
         return Checkpoints(path, alone=self.scope != "all_processes")

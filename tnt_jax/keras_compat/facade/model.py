@@ -1,6 +1,5 @@
 """`Model`: Keras's compile, fit, evaluate and predict for Flax and Keras models on all devices."""
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
@@ -13,7 +12,7 @@ from tnt_jax.keras_compat.callbacks import History
 from tnt_jax.keras_compat.compiling.compiled import new_compilation
 from tnt_jax.keras_compat.configuration import resolved
 from tnt_jax.keras_compat.facade.inspection import Inspection
-from tnt_jax.keras_compat.facade.saver import PathLike, Saver
+from tnt_jax.keras_compat.facade.saver import Saving
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments
 from tnt_jax.keras_compat.fit.evaluation import as_returned, evaluate, predict
 from tnt_jax.keras_compat.fit.fit_loop import FitLoop
@@ -33,7 +32,7 @@ from tnt_jax.train.state import TrainState
 from tnt_jax.train.trainer import Trainer
 
 
-class Model(SingleBatches, Inspection):
+class Model(SingleBatches, Saving, Inspection):
     """A model that trains on every device of the job, with the numbers of one.
 
     Args:
@@ -120,7 +119,6 @@ class Model(SingleBatches, Inspection):
         self._core = core = Core(module, variables, options)
         self._shared = shared = Shared(core)
         self.training_state, self.resumption = shared.state, shared.resumption
-        self.saver = Saver(core, shared.state)
         self._fit_loop = _fit_loop_of_job()
 
     def compile(
@@ -367,19 +365,6 @@ class Model(SingleBatches, Inspection):
         rebuild = Rebuilder(custom_objects=custom_objects, trust=trust, caller="model_from_config")
         return model_from(config, rebuild, cls)
 
-    def get_config(self) -> dict[str, Any]:
-        """Returns a description of the wrapped module as JSON values, for `from_config`.
-
-        Raises:
-            ValueError: If the module cannot be described, such as an NNX module, which does not
-                keep its constructor's arguments.
-        """
-        return self.saver.get_config()
-
-    def to_json(self) -> str:
-        """Returns `get_config` as JSON, which `tnt_jax.models.model_from_json` reads."""
-        return json.dumps(self.get_config())
-
     def compile_from_config(
         self, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
     ) -> None:
@@ -409,72 +394,6 @@ class Model(SingleBatches, Inspection):
         other = type(self)(module, seed=options.seed, **options.for_adapter())
         other._core.view(self._core.trainer)
         return other
-
-    @calling("Model.save")
-    def save(
-        self, filepath: PathLike, overwrite: bool = True, *, tnt_save_all_devices: bool = False
-    ) -> None:
-        """Saves the whole model.
-
-        That is the module, the arguments of `compile`, variables, optimizer state and number of
-        updates.
-
-        Every process of the job must call it. One copy is written, which any process may read after
-        the call. An earlier copy at the same path stays readable until the new one is complete.
-
-        Args:
-            filepath: A directory, or a name ending in `.keras` for one file, which Keras can read
-                if the model wraps a Keras model.
-            overwrite: False to refuse an existing path.
-            tnt_save_all_devices: Whether every process writes its own copy, to its own path or a
-                local disk.
-
-        Raises:
-            FileExistsError: If the path exists and `overwrite` is False.
-            ValueError: If the path has an unsupported file extension, such as `.npz`.
-        """
-        self.saver.save(filepath, overwrite, all_devices=tnt_save_all_devices, with_model=True)
-
-    @calling("Model.save_weights")
-    def save_weights(
-        self, filepath: PathLike, overwrite: bool = True, *, tnt_save_all_devices: bool = False
-    ) -> None:
-        """Saves the variables and, except for safetensors, optimizer state and number of updates.
-
-        Otherwise it works like `save`.
-
-        Args:
-            filepath: A directory, or a name ending in `.weights.h5` (for a Keras model in Keras's
-                own layout) or `.safetensors` (names are paths with dots, such as
-                `params.Dense_0.kernel`).
-            overwrite: As in `save`.
-            tnt_save_all_devices: As in `save`.
-
-        Raises:
-            FileExistsError: If the path exists and `overwrite` is False.
-        """
-        self.saver.save(filepath, overwrite, all_devices=tnt_save_all_devices, with_model=False)
-
-    @calling("Model.load_weights")
-    def load_weights(self, filepath: PathLike, skip_mismatch: bool = False) -> None:
-        """Loads variables that `save` or `save_weights` wrote; every process must call it.
-
-        If the model is compiled and the file holds the state of an optimizer of the same kind, this
-        state and the number of updates are loaded, too, so that `fit(initial_epoch=...)` continues
-        as if it had never been interrupted.
-
-        Args:
-            filepath: File or directory; for a Keras model also the `.weights.json` of weights that
-                Keras saved with `max_shard_size`.
-            skip_mismatch: Whether leaves that are missing or have another shape or dtype keep their
-                values, with a warning that names them. In a Keras model, whole layers do.
-
-        Raises:
-            FileNotFoundError: If a process does not see the path.
-            ValueError: If the file is damaged, or if leaves are missing or superfluous, or have
-                another shape or dtype; the message names them.
-        """
-        self.saver.load_weights(filepath, skip_mismatch=skip_mismatch)
 
     @property
     def built(self) -> bool:

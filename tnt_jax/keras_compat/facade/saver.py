@@ -1,9 +1,10 @@
-"""Saves and loads models, for `Model` and for the functions of `tnt_jax.models`.
+"""Saves and loads the state of a `Model`.
 
 A path without a file extension is a checkpoint directory with the whole training state, which
 can be read on another number of devices.
 """
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 from tnt_jax.adapters.base import Variables
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining import runtime
+from tnt_jax.distributed.liveness.phases import calling
 from tnt_jax.files import replacing
 from tnt_jax.keras_compat.callbacks.backup_and_restore import BACKUP_PREFIX, newest_backup
 from tnt_jax.keras_compat.callbacks.base import Scope, check_changes_model, current_scope
@@ -42,21 +44,118 @@ from tnt_jax.train.state import TrainState, state_arrays, without_accumulated
 PathLike = str | os.PathLike[str]
 
 
-class Saver:
-    """Saves and loads a model."""
+class Saving:
+    """Files of a `Model`."""
 
-    def __init__(self, core: Core, state: ModelState) -> None:
-        self._core = core
-        self._state = state
+    _core: Core
+    training_state: ModelState
 
+    @calling("Model.save")
     def save(
+        self, filepath: PathLike, overwrite: bool = True, *, tnt_save_all_devices: bool = False
+    ) -> None:
+        """Saves the whole model.
+
+        That is the module, the arguments of `compile`, variables, optimizer state and number of
+        updates.
+
+        Every process of the job must call it. One copy is written, which any process may read after
+        the call. An earlier copy at the same path stays readable until the new one is complete.
+
+        Args:
+            filepath: A directory, or a name ending in `.keras` for one file, which Keras can read
+                if the model wraps a Keras model.
+            overwrite: False to refuse an existing path.
+            tnt_save_all_devices: Whether every process writes its own copy, to its own path or a
+                local disk.
+
+        Raises:
+            FileExistsError: If the path exists and `overwrite` is False.
+            ValueError: If the path has an unsupported file extension, such as `.npz`.
+        """
+        self._save(filepath, overwrite, all_devices=tnt_save_all_devices, with_model=True)
+
+    @calling("Model.save_weights")
+    def save_weights(
+        self, filepath: PathLike, overwrite: bool = True, *, tnt_save_all_devices: bool = False
+    ) -> None:
+        """Saves the variables and, except for safetensors, optimizer state and number of updates.
+
+        Otherwise it works like `save`.
+
+        Args:
+            filepath: A directory, or a name ending in `.weights.h5` (for a Keras model in Keras's
+                own layout) or `.safetensors` (names are paths with dots, such as
+                `params.Dense_0.kernel`).
+            overwrite: As in `save`.
+            tnt_save_all_devices: As in `save`.
+
+        Raises:
+            FileExistsError: If the path exists and `overwrite` is False.
+        """
+        self._save(filepath, overwrite, all_devices=tnt_save_all_devices, with_model=False)
+
+    @calling("Model.load_weights")
+    def load_weights(self, filepath: PathLike, skip_mismatch: bool = False) -> None:
+        """Loads variables that `save` or `save_weights` wrote; every process must call it.
+
+        If the model is compiled and the file holds the state of an optimizer of the same kind, this
+        state and the number of updates are loaded, too, so that `fit(initial_epoch=...)` continues
+        as if it had never been interrupted.
+
+        Args:
+            filepath: File or directory; for a Keras model also the `.weights.json` of weights that
+                Keras saved with `max_shard_size`.
+            skip_mismatch: Whether leaves that are missing or have another shape or dtype keep their
+                values, with a warning that names them. In a Keras model, whole layers do.
+
+        Raises:
+            FileNotFoundError: If a process does not see the path.
+            ValueError: If the file is damaged, or if leaves are missing or superfluous, or have
+                another shape or dtype; the message names them.
+        """
+        check_changes_model("Loading weights")
+        path = Path(filepath)
+        self.training_state.require_built()
+        self.training_state.start_optimizer()
+        _call_in_scope(lambda: check_path(path), current_scope())
+        if is_keras(self._core.module) and path.is_file() and path.suffix != SAFETENSORS_ENDING:
+            if skip_mismatch:
+                self._core.write_back()
+            self._core.module.load_weights(path, skip_mismatch=skip_mismatch)
+            self.training_state.set_weights(self._core.module.get_weights())
+            arrays = keras_files.read_extra(path)
+        else:
+            arrays = self._read(path)
+            self.training_state.replace_variables(
+                only(arrays, "params", "model_state"), skip_mismatch=skip_mismatch
+            )
+        self.training_state.replace_optimizer_state(arrays)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns a description of the wrapped module as JSON values, for `from_config`.
+
+        Raises:
+            ValueError: If the module cannot be described, such as an NNX module, which does not
+                keep its constructor's arguments.
+        """
+        options = {"options": describe(self._core.options.saved())}
+        if is_keras(self._core.module):
+            inputs = self._core.adapter.sample_inputs()
+            return keras_files.describe_model(self._core.module, inputs) | options
+        return {"module": describe(self._core.module)} | options
+
+    def to_json(self) -> str:
+        """Returns `get_config` as JSON, which `tnt_jax.models.model_from_json` reads."""
+        return json.dumps(self.get_config())
+
+    def _save(
         self, filepath: PathLike, overwrite: bool, *, all_devices: bool, with_model: bool
     ) -> None:
-        """See `Model.save`, and without the description of the model `Model.save_weights`."""
         path = Path(filepath)
         notes = self._description() if with_model else {}
         is_file = is_file_name(path, of_keras=is_keras(self._core.module))
-        state = self._state.state
+        state = self.training_state.state
         scope: Scope = "per_process" if all_devices else current_scope()
 
         def check() -> None:
@@ -78,38 +177,10 @@ class Saver:
         writes = scope != "all_processes" or runtime.is_master_rank()
         _call_in_scope(lambda: self._write_file(path, state, notes) if writes else None, scope)
 
-    def load_weights(self, filepath: PathLike, *, skip_mismatch: bool) -> None:
-        """See `Model.load_weights`."""
-        check_changes_model("Loading weights")
-        path = Path(filepath)
-        self._state.require_built()
-        self._state.start_optimizer()
-        _call_in_scope(lambda: check_path(path), current_scope())
-        if is_keras(self._core.module) and path.is_file() and path.suffix != SAFETENSORS_ENDING:
-            if skip_mismatch:
-                self._core.write_back()
-            self._core.module.load_weights(path, skip_mismatch=skip_mismatch)
-            self._state.set_weights(self._core.module.get_weights())
-            arrays = keras_files.read_extra(path)
-        else:
-            arrays = self._read(path)
-            self._state.replace_variables(
-                only(arrays, "params", "model_state"), skip_mismatch=skip_mismatch
-            )
-        self._state.replace_optimizer_state(arrays)
-
-    def get_config(self) -> dict[str, Any]:
-        """See `Model.get_config`."""
-        options = {"options": describe(self._core.options.saved())}
-        if is_keras(self._core.module):
-            inputs = self._core.adapter.sample_inputs()
-            return keras_files.describe_model(self._core.module, inputs) | options
-        return {"module": describe(self._core.module)} | options
-
-    def start_saving(self, checkpoints: Checkpoints, *, with_model: bool) -> None:
+    def _start_saving(self, checkpoints: Checkpoints, *, with_model: bool) -> None:
         """Starts a checkpoint in the background, and returns as soon as the arrays are copied."""
         checkpoints.save(
-            self._state.require_built(), notes=self._description() if with_model else {}
+            self.training_state.require_built(), notes=self._description() if with_model else {}
         )
 
     def _write_file(self, path: Path, state: TrainState, notes: dict[str, Any]) -> None:
@@ -138,18 +209,17 @@ class Saver:
             is_backup = not has_others and newest_backup(path) is not None
             prefix = BACKUP_PREFIX if is_backup else STEP_PREFIX
             alone = current_scope() != "all_processes"
-            like = self._state.require_built() if self._state.built else None
+            like = self.training_state.require_built() if self.training_state.built else None
             return Checkpoints(path, alone=alone, prefix=prefix).read(like=like).arrays
         if path.name.endswith(SAFETENSORS_ENDING):
-            names = {
-                name.replace("/", "."): name for name in state_arrays(self._state.require_built())
-            }
+            state = self.training_state.require_built()
+            names = {name.replace("/", "."): name for name in state_arrays(state)}
             return {names.get(name, name): leaf for name, leaf in read_safetensors(path).items()}
         return read_h5(path) if path.name.endswith(H5_ENDING) else keras_files.read_extra(path)
 
     def _compile_config(self) -> dict[str, Any] | None:
         """Returns the arguments of `compile` for Keras, None if there are none that it knows."""
-        compilation, optimizer = self._core.compilation, self._state.optimizer
+        compilation, optimizer = self._core.compilation, self.training_state.optimizer
         if compilation is None or optimizer is None or compilation.arguments.objective is not None:
             return None
         return keras_descriptions.describe_compile(optimizer, compilation.given)
