@@ -64,11 +64,7 @@ class OutputSpec:
 
 
 class Layout:
-    """The outputs of a model in order, with the names by which a user refers to them.
-
-    They are keys of a dict, names of a functional Keras model, or `output_0` and so on. None has a
-    place, but neither loss nor target. A single output is logged without its name.
-    """
+    """The outputs of a model in order: keys of a dict, names of Keras, or `output_0` and so on."""
 
     def __init__(self, outputs: Any, declared: Sequence[str] | None = None) -> None:
         leaves = jax.tree_util.tree_leaves_with_path(outputs, is_leaf=_is_none)
@@ -95,10 +91,7 @@ class Layout:
         return [leaves[index] for index in self._order]
 
     def data(self, tree: Any, needed: Sequence[bool], what: str) -> list[Any]:
-        """Returns the part of each output in targets or weights, None where there is none.
-
-        There are parts by name, or in order for each output, or for each that needs one.
-        """
+        """Returns each output's targets or weights, given by name or in order, or None."""
         if isinstance(tree, Mapping) and set(tree) <= set(self.keys):
             return [tree.get(key) for key in self.keys]
         leaves = jax.tree.leaves(tree, is_leaf=_is_none)
@@ -116,10 +109,7 @@ class Layout:
         )
 
     def arguments(self, value: Any, what: str, *, many: bool = False) -> list[Any]:
-        """Returns what an argument of `compile` says of each output.
-
-        One value serves all outputs; others go by position, name or the structure of the outputs.
-        """
+        """Returns each output's part of an argument of `compile`; one value serves all."""
         if self._is_single and many:
             given = jax.tree.leaves(value)
             return [given if is_there else None for is_there in self._is_there]
@@ -182,10 +172,7 @@ def _is_none(value: Any) -> bool:
 
 
 def by_log_name(specs: Sequence[OutputSpec]) -> dict[str, Metric]:
-    """Returns the metrics by the names of their logs, each once, as Keras makes them.
-
-    Later ones of the same name get a number, or first, if weighted, the prefix `weighted_`.
-    """
+    """Returns the metrics by the names of their logs, each once, as Keras makes them."""
     used: set[str] = {"loss", *(f"{spec.prefix}loss" for spec in specs if spec.loss is not None)}
     plain = [
         [_unused(f"{spec.prefix}{metric.name}", used) for metric in spec.metrics] for spec in specs
@@ -211,10 +198,7 @@ _AROUND_FUNCTIONS = (losses.LossFunctionWrapper, OptaxLoss, MeanMetricWrapper)
 
 
 def is_users(part: Loss | Metric) -> bool:
-    """Returns whether the code of a loss or metric is not that of this package.
-
-    Such a loss may compare rows with each other.
-    """
+    """Returns whether a loss or metric is not this package's code, and may compare rows."""
     is_of_package = type(part).__module__.startswith((losses.__name__, metrics.__name__))
     return not is_of_package or type(part) in _AROUND_FUNCTIONS
 

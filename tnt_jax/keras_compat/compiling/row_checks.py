@@ -310,10 +310,7 @@ class _Difference(NamedTuple):
 def _difference(
     values: dict[str, Any], rows: slice, others: Any, other_rows: slice, tolerance: float
 ) -> _Difference | None:
-    """Returns where rows of two pytrees of arrays `[rows, ...]` differ; None if they are equal.
-
-    Arrays without floating numbers are not compared: a small difference may choose another class.
-    """
+    """Returns where floating numbers of rows differ in pytrees of arrays `[rows, ...]`, or None."""
     for what in values:
         pairs = zip(jax.tree.leaves(values[what]), jax.tree.leaves(others[what]), strict=True)
         for left, right in pairs:
@@ -330,10 +327,7 @@ def _difference(
 
 
 def outputs_per_row(adapter: Adapter) -> PerRow:
-    """Returns what computes the model's outputs, for `dependence_of_rows`.
-
-    In training also the losses that the model adds, unless the adapter knows their shares.
-    """
+    """Returns what computes the model's outputs, in training also losses of unknown shares."""
 
     def per_row(
         params: Any, model_state: Any, batch: Batch, key: jax.Array | None, train: bool

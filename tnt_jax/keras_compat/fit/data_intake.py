@@ -171,10 +171,7 @@ class Plan:
 def carry_out_split(
     data: DataArguments, arguments: FitArguments
 ) -> tuple[DataArguments, FitArguments]:
-    """Returns the arguments of `fit` with `validation_split` applied.
-
-    As in Keras, the last rows become the validation data, before any shuffle.
-    """
+    """Returns the arguments of `fit` with the last rows as validation data, as in Keras."""
     share = arguments.validation_split
     if not share:
         return data, arguments

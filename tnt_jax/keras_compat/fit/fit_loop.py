@@ -59,10 +59,7 @@ _noted = Slot[set[str]](set, lasts=True)
 
 
 def _report(epoch: int, input_wait_s: float, epoch_s: float, loss: float) -> None:
-    """Tells how long the devices waited for data, and warns of a loss that is no number.
-
-    If they waited for more than a tenth of the time, it says once what to do about it.
-    """
+    """Tells how long the devices waited for data, and warns of a loss that is no number."""
     logger.info("Epoch %d: input_wait_s %.2f of %.2f s.", epoch + 1, input_wait_s, epoch_s)
     if input_wait_s > 0.1 * epoch_s and epoch_s > 1 and "input" not in _noted.get():
         _noted.get().add("input")
@@ -105,10 +102,7 @@ class FitLoop:
         self._call = Call(shared, trains=True)
 
     def run(self, data: DataArguments, arguments: FitArguments) -> History:
-        """Returns the history of a call of `fit`; see `Model.fit`.
-
-        A signal ends it, if a callback can save its state.
-        """
+        """Returns the history; a signal ends it, if a callback can save its state."""
         if self._call.has_ended:
             return self._ended()
         callbacks = unwrapped(self._callbacks.callbacks) if self.trains else ()

@@ -157,10 +157,7 @@ class Shared:
     def compile_ahead(
         self, stream: EpochStream, first: HostBatch, unpack: Callable[[HostBatch], Batch]
     ) -> None:
-        """Begins to compile the first step of a model that has not been trained since `compile`.
-
-        Called after `Core.choose_mesh`. Steps that share a program need an epoch that has so many.
-        """
+        """Begins to compile the first step of a model; called after `Core.choose_mesh`."""
         compilation, trainer = self.core.require_compiled(), self.core.trainer.of_group
         prepare = preparation_of(trainer, unpack, threaded=not stream.source.in_memory)
         if runtime.is_to_join():
@@ -175,10 +172,7 @@ class Shared:
     def fit_memory(
         self, stream: EpochStream, first: HostBatch, unpack: Callable[[HostBatch], Batch]
     ) -> None:
-        """Chooses a step that fits the memory of the devices, and compiles it; after `check_rows`.
-
-        A ValueError says that no step fits.
-        """
+        """Chooses and compiles a step that fits the memory, or raises a ValueError."""
         trainer, compilation = self.core.trainer, self.core.require_compiled()
         num_steps = min(compilation.steps_per_execution or 1, stream.num_steps or 1)
         prepare = preparation_of(trainer, unpack, threaded=not stream.source.in_memory)
@@ -231,10 +225,7 @@ class Shared:
         return core.trainer.steps.why_rows_move(core.trainer.described().params, nbytes)
 
     def check_rows(self, batch: Batch, *, train: bool) -> None:
-        """Chooses the step by whether rows depend on one another; all processes must call it.
-
-        The check runs once per `compile` for training and once for evaluation.
-        """
+        """Chooses the step by whether rows depend on one another; all processes must call it."""
         self.trace_rows(batch, train=train)
         compilation, core = self.core.require_compiled(), self.core
         if train in compilation.checked_rows or not core.cares_for_rows:
@@ -284,10 +275,7 @@ class Shared:
                 raise ValueError(f"validation_data does not fit. {error}") from None
 
     def compile_evaluation_ahead(self, source: Source) -> None:
-        """Begins to compile the evaluation of validation data, beside the first steps of training.
-
-        Called after `compile_ahead` and `check_validation`. Data must be in memory or announced.
-        """
+        """Begins to compile evaluation for data in memory or announced; after `compile_ahead`."""
         compilation, trainer = self.core.require_compiled(), self.core.trainer
         wanted = compilation.steps_per_execution  # None until the first epoch chooses it.
         if trainer.steps.fused is None or compilation.compiled_kinds or wanted is None:

@@ -202,10 +202,7 @@ def _first_rows(plan: Plan) -> dict[str, str]:
 
 
 def differences(then: Run, now: Run, *, has_ended: bool) -> dict[str, str]:
-    """Returns what differs between two runs in words, by group.
-
-    If the first one has ended, another global batch would have no effect.
-    """
+    """Returns what differs between two runs in words, by group."""
     found = {}
     for group in (*CHANGES, "seed"):
         pair = [
@@ -216,6 +213,7 @@ def differences(then: Run, now: Run, *, has_ended: bool) -> dict[str, str]:
             }
             for each in _comparable_pair(group, then, now)
         ]
+        # At the end of a run, another global batch would have no effect.
         if group == "batch_size" and not (has_ended and _is_rebatched(*pair)):
             continue
         kind = f"{group}.class"

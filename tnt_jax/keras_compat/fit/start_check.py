@@ -299,10 +299,7 @@ def describe_drift(
     alike: list[list[int]],
     process_of: dict[int, int],
 ) -> str:
-    """Returns which arrays differ, on which ranks, from those of most ranks.
-
-    There are checksums of the first rank of each group of ranks that hold the same.
-    """
+    """Returns which arrays differ from those of most ranks; sums are of the first of a group."""
     told = [group for group in alike if group[0] in sums]
     # Of two groups of equal size it is not known which is wrong.
     reference = max(told, key=len)

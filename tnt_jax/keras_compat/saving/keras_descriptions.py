@@ -29,10 +29,7 @@ def describe(value: Any) -> Any:
 
 
 def describe_compile(optimizer: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the arguments of `compile` as Keras's `get_compile_config` does, for Keras's objects.
-
-    None, with a line in the log, if Keras cannot create one of them.
-    """
+    """Returns the arguments of `compile` for Keras; None, logged, if it cannot create one."""
     try:
         state = {"config": configuration.plain(optimizer.get_config())}
         config = {

@@ -193,11 +193,7 @@ class Core:
         return self._used.steps(job, self._sharding, self.adapter.axis_names, whole=whole)
 
     def choose_mesh(self, batch: Batch) -> None:
-        """Chooses the mesh of a model with `mesh="auto"`, which training keeps.
-
-        The step's memory is that for batches like `batch`, with this process's rows. A ValueError,
-        on every process, says that the step fits on no mesh.
-        """
+        """Chooses the mesh of `mesh="auto"` for batches like `batch`; a ValueError if none fits."""
         if self.has_open_mesh:
             self._choose(planning.MESH, batch, self._forms(in_passes=False))
 
@@ -300,11 +296,7 @@ class Core:
         trace: Callable[[], Any] | None = None,
         failed: memory_choice.Attempt | None = None,
     ) -> None:
-        """Chooses the first form of a step that fits the memory of a device, and takes it.
-
-        After a step that fitted and has `failed` for lack of memory, at last with one row at once
-        where that is possible, it is one that needs less.
-        """
+        """Takes the first form that fits the memory; after one that `failed`, with less."""
         trainer, compilation, job = self.trainer, self.require_compiled(), runtime.init()
         limit = self._memory_limit() if failed is None else int(failed.nbytes) - 1
         remedies = _OF_VIRTUAL_RANKS if self.options.reproducible else memory_choice.REMEDIES
@@ -423,10 +415,7 @@ class Core:
             )
 
     def _choose_less(self, asked: str, batch: Batch, trace: Callable[[], Any] | None) -> bool:
-        """Chooses another form of a step that needs less memory; returns whether there is one.
-
-        Batches stay where they are, so the mesh does, too.
-        """
+        """Chooses a form on the same mesh that needs less memory; returns whether there is one."""
         assert self.memory_choice is not None
         forms = [x for x in self._forms(in_passes=True) if x.sharding is self._sharding]
         try:
@@ -481,10 +470,7 @@ class Core:
         return problem
 
     def shard_optimizer_state(self) -> str | None:
-        """Lets training go on with the optimizer's state sharded; returns why it cannot, or None.
-
-        Called as `compute_in_two_passes`.
-        """
+        """Lets training shard the optimizer's state; returns why it cannot, or None."""
         options, trainer, compilation = self._used, self.trainer, self.require_compiled()
         obstacles = {
             "There is one rank": trainer.rank_slice.num_ranks == 1,

@@ -99,10 +99,7 @@ class ModelOptions:
         *,
         whole: bool = False,
     ) -> DataParallelSteps | sharded.ShardedSteps:
-        """Returns the steps that compute the parts of a batch, or `whole` batches, on a mesh.
-
-        `names` returns the logical names of the dimensions of parameters, by path.
-        """
+        """Returns steps for parts of a batch, or `whole` ones; `names` are of dimensions."""
         if sharding is None and whole:
             return GlobalSteps(job)
         reduction = choose_reduction(

@@ -146,10 +146,7 @@ class _RecordingHooks(PhaseHooks):
 
 
 def _first_batch(source: Source, steps: int, *, is_last: bool) -> int:
-    """Returns the batch to begin with, so that the end of the epoch is among the steps.
-
-    It is 0 if all batches are alike, or if data is not in memory. No steps follow the last epoch.
-    """
+    """Returns the batch to begin with, so that the end of the epoch is among the steps; else 0."""
     number, size, rows = source.num_batches, source.global_batch_size, source.num_examples
     if not source.in_memory or not (number and size and rows):
         return 0

@@ -92,10 +92,7 @@ def check_sums(core: Core, command: str) -> None:
 
 
 def scale_batch(data: DataArguments, num_ranks: int, settings: Settings) -> DataArguments:
-    """Returns the data of a `fit` with the global batch for a number of ranks.
-
-    That is the script's own; with weak scaling it is that of the lowest number, and multiplied.
-    """
+    """Returns the data with the global batch for a number of ranks: the script's, or multiplied."""
     factor = Fraction(num_ranks, settings.scale_from)
     if factor == 1:
         return data
