@@ -109,9 +109,8 @@ def find_class(name: str, kind: str) -> type | None:
         return None
     members = vars(getattr(keras, kind)).items()
     classes = {key: x for key, x in members if inspect.isclass(x) and key not in _ABSTRACT}
-    snake = {snake_case(key): value for key, value in classes.items()}
     lower = {key.lower(): value for key, value in classes.items()}
-    return (snake | lower | classes).get(name)
+    return find(name, lower | classes, {})
 
 
 def advice() -> str:
