@@ -36,7 +36,6 @@ from tnt_jax.train.finite import CHECKED
 from tnt_jax.train.local.trainer import LocalTrainer
 from tnt_jax.train.loops.context import steps_in_use
 from tnt_jax.train.memory_choice import found_no_memory, half_as_many
-from tnt_jax.train.state import TrainState
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
 from tnt_jax.train.steps.epoch_sums import num_local_rows
 from tnt_jax.train.steps.global_step import WholeBatches, log_choice
@@ -82,7 +81,15 @@ class Core:
         options.check_local_steps()
         self.module = module
         self.options = options
-        self._sharding = options.for_sharding()
+        self._sharding = ShardingOptions.of(
+            options.mesh,
+            options.sharding_rules,
+            options.pipeline,
+            reproducible=options.reproducible,
+            gradient_compression=options.gradient_compression,
+            ranks_per_host=options.ranks_per_host > 1,
+            shard_optimizer_state=options.shard_optimizer_state,
+        )
         sharded.check_remat(options.remat)
         self.adapter = wrap(module, variables=variables, **options.for_adapter())
         self.at_once = RowsAtOnce()
@@ -667,7 +674,9 @@ class Core:
             self.read_assigned()
         except BaseException:
             state = self.trainer.state
-            if jax.process_count() == 1 and state is not None and _is_whole(state):
+            arrays = jax.tree.leaves(state and (state.params, state.model_state))
+            # Those that were donated to a step whose results never arrived are lost.
+            if jax.process_count() == 1 and not any(x.is_deleted() for x in arrays):
                 self._store()
             raise
         else:
@@ -743,8 +752,3 @@ class Core:
 
 def _shapes(tree: Any) -> Any:
     return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
-
-
-def _is_whole(state: TrainState) -> bool:
-    """Returns whether no array was donated to a step whose results never arrived."""
-    return not any(x.is_deleted() for x in jax.tree.leaves((state.params, state.model_state)))

@@ -65,18 +65,6 @@ class ModelOptions:
             ),
         )
 
-    def for_sharding(self) -> ShardingOptions | None:
-        """Returns how the model is sharded; None for data parallelism alone."""
-        return ShardingOptions.of(
-            self.mesh,
-            self.sharding_rules,
-            self.pipeline,
-            reproducible=self.reproducible,
-            gradient_compression=self.gradient_compression,
-            ranks_per_host=self.ranks_per_host > 1,
-            shard_optimizer_state=self.shard_optimizer_state,
-        )
-
     def saved(self) -> dict[str, Any]:
         """Returns the arguments for a saved or cloned model."""
         return {name: getattr(self, name) for name in _SAVED}
