@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -100,7 +101,7 @@ class ObjectiveParts:
         base = data_key(0) if key is None else key
 
         def call(own_key: jax.Array, batch: Batch) -> tuple[Any, Any, _Forward]:
-            forward = _Forward(self._apply, model_state, batch, base, train)
+            forward = _Forward(self._apply, model_state, batch.mask, base, train)
             arguments: dict[str, Any] = {"apply": forward} if self._takes_apply else {}
             arguments |= {"train": train} if self._takes_train else {}
             streams = ("params", "dropout") if train or self._takes_train else ()
@@ -115,26 +116,24 @@ class ObjectiveParts:
         return values, metrics, forward
 
 
+@dataclass
 class _Forward:
     """The wrapped model's forward pass, which records the changes of the model state."""
 
-    def __init__(
-        self, apply: Apply, model_state: Any, batch: Batch, key: jax.Array, train: bool
-    ) -> None:
-        self.model_state = model_state
-        self.penalty = 0.0
-        self.increments = ()
-        self._apply = apply
-        self._mask = batch.mask
-        self._key = key
-        self._train = train
-        self._count = 0
+    apply: Apply
+    model_state: Any
+    mask: Any
+    key: jax.Array
+    train: bool
+    penalty: Any = 0.0
+    increments: Any = ()
+    count: int = 0
 
     def __call__(self, params: Any, inputs: Any) -> Any:
-        key = jax.random.fold_in(self._key, 2 + self._count)
-        self._count += 1
-        applied = self._apply(
-            params, self.model_state, inputs, key=key, train=self._train, mask=self._mask
+        key = jax.random.fold_in(self.key, 2 + self.count)
+        self.count += 1
+        applied = self.apply(
+            params, self.model_state, inputs, key=key, train=self.train, mask=self.mask
         )
         self.model_state, self.increments = applied.model_state, applied.increments
         self.penalty = self.penalty + applied.penalty

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -60,12 +60,12 @@ class NamedWeight(np.ndarray):
     path: str
 
 
+@dataclass(eq=False)
 class Layer:
     """A layer of a model: the first part of the paths of its weights, and copies of these."""
 
-    def __init__(self, name: str, weights: list[NamedWeight]) -> None:
-        self.name = name
-        self.weights = weights
+    name: str
+    weights: list[NamedWeight]
 
     def get_weights(self) -> list[np.ndarray]:
         """Returns copies of its weights as plain arrays."""

@@ -82,49 +82,40 @@ class CallbackArguments:
             opened.clear_screen()
 
 
+@dataclass(eq=False)
 class PhaseHooks:
     """Calls the batch hooks of a phase, with logs that are computed on first access."""
 
-    def __init__(
-        self,
-        phase: Phase,
-        callbacks: CallbackList,
-        *,
-        progress: Progress,
-        read: Callable[[Any], dict[str, float]],
-        stop: SharedStop | None = None,
-        before_step: Callable[[], None] = lambda: None,
-        note_step: Callable[[], None] = lambda: None,
-        num_steps: int = 1,
-    ) -> None:
-        # Callbacks see the first and the last of so many steps, as in Keras also where fewer are
-        # left: the end of those then has the number that the last of all would have.
-        self.num_steps = num_steps
+    phase: Phase
+    callbacks: CallbackList
+    progress: Progress
+    read: Callable[[Any], dict[str, float]]
+    stop: SharedStop | None = None
+    before_step: Callable[[], None] = lambda: None
+    note_step: Callable[[], None] = lambda: None
+    # Callbacks see the first and the last of so many steps, as in Keras also where fewer are left:
+    # the end of those then has the number that the last of all would have.
+    num_steps: int = 1
+
+    def __post_init__(self) -> None:
+        """Looks up what stays the same in all steps."""
         # Number of the last step of each group that runs: workers have several at a time.
         self._group_ends: deque[int] = deque()
-        self._phase, self._start_ns, self._first = phase, 0, 0
-        self._here = phases.here()
-        self._trains = phase == "train"
-        self._flag = _FLAGS[phase]
-        self._timeline = timeline.current()
+        self._start_ns = self._first = 0
+        self._here, self._timeline = phases.here(), timeline.current()
+        self._trains = self.phase == "train"
         self._program: phases.Phase = "step"
-        self._begin, self._end = f"on_{phase}_batch_begin", f"on_{phase}_batch_end"
-        self._callbacks = callbacks
-        self._progress = progress
-        self._read = read
-        self._has_end = callbacks.has_batch_hook(self._end)
-        self._stop = stop
-        self._before_step = before_step
-        self.note_step = note_step
+        self._begin, self._end = f"on_{self.phase}_batch_begin", f"on_{self.phase}_batch_end"
+        self._has_end = self.callbacks.has_batch_hook(self._end)
 
     def on_batch_begin(self, index: int) -> None:
         """Runs before step `index`."""
         self._here.step = index + 1
         if not self._group_ends or index > self._group_ends[-1]:
             self._group_ends.append(index + self.num_steps - 1)
-            self._progress.rows_in_batch = 0
-            self._callbacks.call_batch(self._begin, index, {})
-        self._before_step()
+            self.progress.rows_in_batch = 0
+            self.callbacks.call_batch(self._begin, index, {})
+        self.before_step()
         self._here.doing = (self._program, "")
         self._start_ns, self._first = time.perf_counter_ns(), index
 
@@ -133,8 +124,8 @@ class PhaseHooks:
         if self._timeline is not None:
             place = {"epoch": self._here.epoch, "step": index + 1}
             end_ns = time.perf_counter_ns()
-            self._timeline.add(f"{self._phase} step", "step", self._start_ns, end_ns, place)
-        progress = self._progress
+            self._timeline.add(f"{self.phase} step", "step", self._start_ns, end_ns, place)
+        progress = self.progress
         progress.rows_in_batch += num_rows
         if sums is not None:
             progress.epoch_sums = sums
@@ -147,30 +138,31 @@ class PhaseHooks:
             self.note_step()
         if self._group_ends and index >= self._group_ends[0]:
             self.end_group(sums)
-        return self._stop is not None and self._stop.after_program(getattr(progress, self._flag))
+        is_asked = getattr(progress, _FLAGS[self.phase])
+        return self.stop is not None and self.stop.after_program(is_asked)
 
     def end_group(self, sums: Any) -> None:
         """Runs the callbacks after a group of steps, unless they have run."""
         index = self._group_ends.popleft() if self._group_ends else None
         if index is not None and self._has_end:
             logs = {} if sums is None else LazyLogs(lambda: self._logs(sums))
-            self._callbacks.call_batch(self._end, index, logs)
+            self.callbacks.call_batch(self._end, index, logs)
 
     @property
     def is_over(self) -> bool:
         """Whether training has ended within the epoch."""
-        return self._stop is not None and self._stop.is_over
+        return self.stop is not None and self.stop.is_over
 
     def _logs(self, sums: Any) -> dict[str, float]:
         """Returns the logs, for which the step must have run: a callback waits for the devices."""
         spent: goodput.Phase = "computing" if self._trains else "validating"
         with phases.in_phase("step", spent=spent):
-            return self._read(sums)
+            return self.read(sums)
 
     def announce(self, group: DeviceBatches, known: set[Any]) -> bool:
         """Adds the kind of the next step to those known; returns whether it is compiled first."""
         kind = (group.num_steps, *[x.shape for x in jax.tree.leaves(group.batch)])
-        self._progress.is_compiling = is_new = kind not in known
+        self.progress.is_compiling = is_new = kind not in known
         known.add(kind)
         if is_new:
             self._program = "compile"
@@ -180,4 +172,4 @@ class PhaseHooks:
 
     def is_busy(self) -> bool:
         """Returns whether the last step that was started is still running."""
-        return not all(x.is_ready() for x in jax.tree.leaves(self._progress.epoch_sums)[:1])
+        return not all(x.is_ready() for x in jax.tree.leaves(self.progress.epoch_sums)[:1])

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ _NO_RATE = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class StateVariable:
     """One array of the training state, read and assigned like a Keras variable.
 
@@ -28,25 +29,18 @@ class StateVariable:
     gradients change it if it is `trainable`.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        get: Callable[[TrainState], Any],
-        put: Callable[[TrainState, Any], TrainState],
-        index: int,
-        path: str = "",
-        *,
-        trainable: bool = False,
-        after: Callable[[], None] | None = None,
-    ) -> None:
-        self._trainer = trainer
-        self._get = get
-        self._put = put
-        self._index = index
-        self._after = after
-        self.path = path
-        self.name = path.rpartition("/")[2]
-        self.trainable = trainable
+    _trainer: Trainer
+    _get: Callable[[TrainState], Any]
+    _put: Callable[[TrainState, Any], TrainState]
+    _index: int
+    path: str
+    trainable: bool
+    _after: Callable[[], None] | None
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return self.path.rpartition("/")[2]
 
     @property
     def value(self) -> jax.Array:
@@ -113,7 +107,7 @@ def state_variables(
         for path, _ in jax.tree_util.tree_leaves_with_path(get(trainer.state))
     ]
     return [
-        StateVariable(trainer, get, put, index, path, trainable=trainable, after=after)
+        StateVariable(trainer, get, put, index, path, trainable, after)
         for index, path in enumerate(paths)
     ]
 

@@ -1,6 +1,7 @@
 """`fit` in a process of `tnt-jax verify`: trains for a few steps, and records each of them."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -99,26 +100,25 @@ class _StartAt(Callback):
         resumption.resume_at(Position(epoch, self._batch), position.data | rows, [])
 
 
+@dataclass(eq=False, kw_only=True)
 class _RecordingHooks(PhaseHooks):
     """Records what is trained between the hooks of the callbacks."""
 
-    def __init__(
-        self, *arguments: Any, core: Core, recorder: Recorder, save_now: Any, **named: Any
-    ) -> None:
-        super().__init__(*arguments, **named)
-        self._core, self._recorder, self._save_now = core, recorder, save_now
+    core: Core
+    recorder: Recorder
+    save_now: Callable[[], Any]
 
     def announce(self, group: DeviceBatches, known: set[Any]) -> bool:
         """Notes the rows of the next step, and does the same as for training."""
         self._group = group
-        self._recorder.note_batch(group.batch, group.real_rows)
+        self.recorder.note_batch(group.batch, group.real_rows)
         return super().announce(group, known)
 
     def on_batch_begin(self, index: int) -> None:
         """Records the state before the first step."""
         super().on_batch_begin(index)
-        trainer = self._core.trainer
-        if self._recorder.has_begun:
+        trainer = self.core.trainer
+        if self.recorder.has_begun:
             return
         lowered = trainer.lower(self._group)
         text = "" if lowered is None else lowered.as_text()
@@ -126,22 +126,22 @@ class _RecordingHooks(PhaseHooks):
         unit = rounding_unit(arrays, text, trainer.runtime.platform)
         # The step has been traced.
         facts = {"trained_by": "fit", "own_statistics": own_statistics()}
-        self._recorder.begin(int(state.step), arrays, unit=unit, **facts)
-        if self._recorder.kind == "rounded":
+        self.recorder.begin(int(state.step), arrays, unit=unit, **facts)
+        if self.recorder.kind == "rounded":
             params = changed_by_rounding(state.params, unit)
             trainer.state = replace(state, params=params)
 
     def on_batch_end(self, index: int, sums: Any, num_rows: int) -> bool:
         """Records the state after a step; saves and dies in the middle, if that is wanted."""
         is_over = super().on_batch_end(index, sums, num_rows)
-        step = int(self._core.trainer.require_state().step)
-        place = {"epoch": self._progress.place.epoch, "batch": index, "num_rows": num_rows}
-        self._recorder.end_step(step, self._arrays(), self._logs(sums), **place)
-        self._recorder.end_killed(lambda: self._save_now()())
+        step = int(self.core.trainer.require_state().step)
+        place = {"epoch": self.progress.place.epoch, "batch": index, "num_rows": num_rows}
+        self.recorder.end_step(step, self._arrays(), self._logs(sums), **place)
+        self.recorder.end_killed(lambda: self.save_now()())
         return is_over
 
     def _arrays(self) -> dict[str, Any]:
-        state = self._core.trainer.require_state()
+        state = self.core.trainer.require_state()
         return state_arrays({"params": state.params, "model_state": state.model_state})
 
 
