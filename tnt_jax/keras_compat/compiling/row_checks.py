@@ -53,12 +53,10 @@ def traced_dependence(
 ) -> tuple[str | None, bool]:
     """Returns how values of a row depend on other rows, and whether that is known.
 
-    Nothing runs, and variables may still be on their way. A function that communicates with other
-    ranks itself is not examined. The statistics of a library's batch normalisation are left out:
-    over which rows they are is for `BatchNorm(axis_name=...)` and the like to say. `sizes` says
-    whether values may depend on the number of rows, which a trace never tells; `last_rows` are the
-    rows of a rank in the last batch if they are fewer, else 0: its random numbers must be told
-    apart, too.
+    Nothing runs, and variables may still be on their way. A function that communicates itself is
+    not examined. The rows of statistics are for `BatchNorm(axis_name=...)` and the like to say.
+    `sizes` says whether values may depend on the number of rows, which a trace never tells;
+    `last_rows` are those of a rank in a smaller last batch, else 0, with random numbers of its own.
     """
     variables = _described_variables(trainer)
     per_rank = num_local_rows(batch) // trainer.rank_slice.local_ranks
@@ -150,9 +148,8 @@ def dependence_of_rows(
 ) -> str | None:
     """Returns how values of a row depend on other rows or on its position; None if they do not.
 
-    It runs the function, where `traced_dependence` does not know. A sharded model with parameters
-    of more than 1 GiB is not checked. With `sizes` it also checks that values do not depend on the
-    number of rows.
+    It runs the function, where `traced_dependence` does not know. With `sizes` it also checks that
+    values do not depend on the number of rows.
     """
     params = jax.tree.leaves(trainer.require_state().params)
     is_cut = any(not x.is_fully_replicated for x in params)

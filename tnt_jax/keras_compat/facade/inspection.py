@@ -126,8 +126,7 @@ class Inspection:
     def variables(self) -> Any:
         """Copies of the variables in the form of the model's library.
 
-        This is a dict for `module.apply` for Linen, a state for `nnx.update` for NNX, and a list as
-        from `get_weights` for Keras.
+        Linen's is a dict for `module.apply`, NNX's a state for `nnx.update`, Keras's a list.
         """
         return self._core.adapter.export(self._built_variables())
 
@@ -156,10 +155,7 @@ class Inspection:
 
     @property
     def weights(self) -> list[StateVariable]:
-        """All arrays in the order of `get_weights`, as Keras-style variables.
-
-        They show the current values of the model, and can be assigned.
-        """
+        """All current arrays in the order of `get_weights`, as variables that can be assigned."""
         state = self._shared.state.require_built()
         core = self._core
         part = partial(state_variables, core.trainer, after=core.write_back_outside_fit)
@@ -214,8 +210,7 @@ class Inspection:
     def get_compile_config(self) -> dict[str, Any]:
         """Returns the arguments of `compile` as plain values; empty before `compile`.
 
-        Raises:
-            TypeError: If one of them has no plain form, such as an Optax transformation.
+        What has no plain form, such as an Optax transformation, is a TypeError.
         """
         if (compilation := self._core.compilation) is None:
             return {}
@@ -264,9 +259,9 @@ class Inspection:
 
     @property
     def metrics_by_log(self) -> dict[str, Any]:
-        """The metrics by the names of their logs; empty before data is known.
+        """The metrics by log, also of Keras layers; empty before data is known.
 
-        Their results are those of the last epoch or call. Metrics of Keras layers are included.
+        Their results are those of the last epoch or call.
         """
         functions = self._core.functions
         if functions is None:

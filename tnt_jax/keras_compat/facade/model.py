@@ -336,9 +336,8 @@ class Model(SingleBatches, Saving, Inspection):
     def build(self, inputs: Any) -> None:
         """Creates the variables for inputs of a known shape.
 
-        Args:
-            inputs: A shape such as `(None, 28, 28, 1)` for one float32 input, or a pytree of sample
-                arrays or `jax.ShapeDtypeStruct` with a leading batch dimension.
+        That is a shape such as `(None, 28, 28, 1)` for one float32 input, or a pytree of sample
+        arrays or `jax.ShapeDtypeStruct` with a leading batch dimension.
         """
         is_shape = isinstance(inputs, (tuple, list)) and all(
             size is None or isinstance(size, int) for size in inputs
@@ -355,13 +354,7 @@ class Model(SingleBatches, Saving, Inspection):
         *,
         trust: bool = False,
     ) -> Self:
-        """Returns a model of this class from a result of `get_config`, not compiled.
-
-        Its weights are fresh. `custom_objects` and `trust` are those of `load_model`.
-
-        Raises:
-            ValueError: If the configuration names what is not known, or is none.
-        """
+        """Returns a model of this class from a result of `get_config`; see `model_from_config`."""
         rebuild = Rebuilder(custom_objects=custom_objects, trust=trust, caller="model_from_config")
         return model_from(config, rebuild, cls)
 
@@ -370,8 +363,7 @@ class Model(SingleBatches, Saving, Inspection):
     ) -> None:
         """Calls `compile` with what `get_compile_config` returned.
 
-        Raises:
-            ValueError: If a name is unknown, and not that of one of the user's `custom_objects`.
+        A ValueError says that a name is unknown, also among the user's `custom_objects`.
         """
         modules = {"optimizer": "optimizers", "metrics": "metrics", "weighted_metrics": "metrics"}
         given = {
@@ -384,11 +376,8 @@ class Model(SingleBatches, Saving, Inspection):
         """Returns a model that applies another module to this model's current variables.
 
         It evaluates (after its own `compile`) and predicts but cannot be trained. Use it, for
-        instance, to decode token after token with a Transformer that was trained in parallel.
-
-        Args:
-            module: Module of the same library, whose variables are among this model's, at the same
-                paths.
+        instance, to decode token after token with a Transformer that was trained in parallel. The
+        module is of the same library, and finds its variables among this model's, at their paths.
         """
         options = self._core.options
         other = type(self)(module, seed=options.seed, **options.for_adapter())
@@ -411,30 +400,18 @@ class Model(SingleBatches, Saving, Inspection):
 
     @property
     def optimizer(self) -> OptimizerView | None:
-        """The optimizer, or None before `compile`.
-
-        `learning_rate` can be read and set, `iterations` can be read.
-        """
+        """The optimizer, with `iterations` and a `learning_rate` to set; None before `compile`."""
         return self.training_state.optimizer
 
     def get_weights(self) -> list[np.ndarray]:
-        """Returns copies of all arrays.
-
-        A Keras model has Keras's order; otherwise parameters precede model state.
-        """
+        """Returns copies of all arrays: in Keras's order, or parameters before model state."""
         return self.training_state.get_weights()
 
     @calling("Model.set_weights")
     def set_weights(self, weights: list[np.ndarray]) -> None:
-        """Replaces all arrays, on every process by those of the master.
+        """Replaces all arrays, on every process by those of the master, but no optimizer state.
 
-        The optimizer state does not change.
-
-        Args:
-            weights: Arrays as `get_weights` returns them.
-
-        Raises:
-            ValueError: If the number of arrays or a shape differs.
+        They are as `get_weights` returns them; another number or shape is a ValueError.
         """
         self.training_state.set_weights(weights)
 
@@ -448,16 +425,15 @@ class Model(SingleBatches, Saving, Inspection):
         """The module that was wrapped.
 
         In a callback its variables have the values of the last step: an NNX module or a Keras model
-        gets a copy of them when this attribute is read. What a callback assigns to them counts from
-        the next step on; every process must assign the same.
+        gets copies when this attribute is read. What a callback assigns to them, alike on every
+        process, counts from the next step on.
         """
         return self._core.current_module
 
     def write_back(self) -> None:
-        """Stores the trained variables in the wrapped object, if it holds variables.
+        """Stores the trained variables in the wrapped object, unless that is a Linen module.
 
-        `fit` does so when it ends or is interrupted, and the attribute `module` when it is read. A
-        Linen module holds none.
+        `fit` does so when it ends or is interrupted, and the attribute `module` when it is read.
         """
         self._core.write_back()
 

@@ -129,13 +129,7 @@ def model_from_config(
 def model_from_json(
     text: str, *, custom_objects: Mapping[str, Any] | None = None, trust: bool = False
 ) -> Model:
-    """Returns a model from a result of `Model.to_json`, with fresh weights, not compiled.
-
-    `custom_objects` and `trust` are those of `load_model`.
-
-    Raises:
-        ValueError: If the configuration names what is not known, or is none.
-    """
+    """Returns a model from a result of `Model.to_json`; otherwise as `model_from_config`."""
     rebuild = Rebuilder(custom_objects=custom_objects, trust=trust, caller="model_from_json")
     return model_from(keras_files.read_json(text), rebuild, Model)
 

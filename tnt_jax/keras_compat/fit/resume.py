@@ -419,8 +419,7 @@ class Resumption:
 def ending_on_request(callbacks: Sequence[Any]) -> Iterator[Points]:
     """Yields the points at which the `fit` within the block may end.
 
-    If a callback can save the state, signals are requests from here on, and stay so if it keeps
-    what it has saved when training is over.
+    With a callback that saves, signals are requests, also later if it keeps what it has saved.
     """
     if role() is not None:
         # Ray trains in a thread, which gets no signals, and ends its processes by itself.

@@ -77,15 +77,11 @@ _SCHEDULES = """
 
 
 class Listed(NamedTuple):
-    """A module, and those of its names that a description may give.
-
-    Besides them there are all public subclasses of `base`. Versions of JAX, Flax and Optax differ
-    in their public names.
-    """
+    """A module, and those of its names that a description may give; versions differ in them."""
 
     module: ModuleType
     names: Sequence[str]
-    base: type | None = None
+    base: type | None = None  # Its public subclasses are listed, too.
 
 
 # Both caches depend on nothing but what is installed.

@@ -205,11 +205,7 @@ class Core:
             self._choose(planning.MESH, batch, self._forms(in_passes=False))
 
     def ask_for_passes(self) -> None:
-        """Lets the coming call compute as many rows at once as fit the memory of a device.
-
-        With `reproducible=True` they are those of a virtual rank, of which `fit` makes sure that
-        they fit.
-        """
+        """Lets the coming call compute as many rows at once as fit the memory of a device."""
         if self.options.sync is not None:
             raise ValueError(
                 f"{memory_choice.MICRO_BATCH} cannot be combined with sync=LocalSteps: the memory "
@@ -226,10 +222,9 @@ class Core:
     def fit_memory(self, call: str, batch: Batch, trace: Callable[[], Any]) -> None:
         """Chooses how a step is cut in time and space, for `tnt_micro_batch_size="auto"`.
 
-        Called once it is known whether rows depend on one another. In the calls `"evaluate"` and
-        `"predict"` only the passes are chosen. The step's memory is that for batches like `batch`,
-        with this process's rows; `trace` returns the traced program of the trainer's own step. A
-        ValueError, on every process, says that no step fits.
+        Called once it is known whether rows depend on one another. Only `"fit"` chooses more than
+        passes. `trace` returns the traced program of the trainer's own step for this process's
+        `batch`. A ValueError, on every process, says that no step fits.
         """
         shapes = tuple((np.shape(x), str(np.result_type(x))) for x in jax.tree.leaves(batch))
         if (call, shapes) in self._fitted:
@@ -663,11 +658,7 @@ class Core:
 
     @contextmanager
     def fitting(self) -> Iterator[None]:
-        """Surrounds training: stores the variables in the wrapped object when it ends.
-
-        Also after an exception, but not in a job of several processes: the others may wait for this
-        one, which is about to end.
-        """
+        """Surrounds training: stores the variables in the wrapped object when it ends."""
         self.is_fitting = True
         try:
             yield
@@ -675,7 +666,8 @@ class Core:
         except BaseException:
             state = self.trainer.state
             arrays = jax.tree.leaves(state and (state.params, state.model_state))
-            # Those that were donated to a step whose results never arrived are lost.
+            # Several processes may wait for this one, which is about to end; and arrays that were
+            # donated to a step whose results never arrived are lost.
             if jax.process_count() == 1 and not any(x.is_deleted() for x in arrays):
                 self._store()
             raise

@@ -136,11 +136,7 @@ class Rate(float):
 
 
 class OptimizerView:
-    """The optimizer of a compiled model, with the Keras attributes that callbacks use.
-
-    Attributes:
-        use_ema: Whether it keeps averaged weights.
-    """
+    """The optimizer of a compiled model, with the Keras attributes that callbacks use."""
 
     # Keras asks before it restores; the state exists once the model is built.
     built = True
@@ -156,10 +152,8 @@ class OptimizerView:
     def learning_rate(self) -> Rate:
         """Rate of the next step. Setting it takes effect at once, without recompilation.
 
-        Raises:
-            AttributeError: If the optimizer is an Optax transformation that was not built by
-                `optax.inject_hyperparams`.
-            TypeError: On setting, if a schedule decides the rate.
+        An Optax transformation that `optax.inject_hyperparams` has not built raises an
+        AttributeError; setting a rate that a schedule decides raises a TypeError.
         """
         schedule, has_state = self._optimizer.learning_rate, self._trainer.state is not None
         if callable(schedule):

@@ -27,11 +27,9 @@ _NEVER = 1 << 30
 
 
 class RecordedLoop(FitLoop):
-    """Trains for a few steps, and ends the script.
+    """Trains for a few steps, one at a time, and ends the script.
 
-    The steps are those of `fit`, one at a time. Callbacks that only set the learning rate take
-    part; all others, and validation, are left out. If the last batch of arrays is smaller than the
-    others, the steps are those around the end of the first epoch, otherwise the first ones.
+    Callbacks that only set the learning rate take part; all others, and validation, are left out.
     """
 
     trains = False
