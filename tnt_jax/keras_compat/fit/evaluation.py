@@ -118,7 +118,7 @@ def predict(
         first = to_batch(item)
         if data.fits_memory:
             core.ask_for_passes()
-        shared.builder.build_for(first)
+        shared.build_for(first)
         call.begin(lambda: _why_not_elastic(shared, data, stream.source))
         shared.check_outputs(first)
         if data.fits_memory:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from tnt_jax.adapters.base import CallError
-from tnt_jax.data.arguments import check_arguments, is_arrays, is_taken_apart
+from tnt_jax.data.arguments import check_arguments, check_numbers, is_arrays, is_taken_apart
 from tnt_jax.data.elements import unpack
 from tnt_jax.data.layout import ReadOptions, micro_batch_size, num_padded_rows
 from tnt_jax.data.sources import HostBatch, Source, array_source
@@ -30,11 +30,21 @@ from tnt_jax.keras_compat.fit.hooks import Progress
 from tnt_jax.keras_compat.fit.resume import Resumption
 from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.keras_compat.state.core import Core
-from tnt_jax.keras_compat.state.model_state import Builder, ModelState, kinds
+from tnt_jax.keras_compat.state.model_state import (
+    ModelState,
+    input_problem,
+    kinds,
+    shapes,
+    signature_tells,
+    unusable_inputs,
+)
 from tnt_jax.log import logger
 from tnt_jax.sharded import ShardedSteps
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.trainer import local_outputs, preparation_of, steps_per_program, trace_outputs
+
+# The number of characters that an error quotes of another.
+_QUOTED = 400
 
 
 class Shared:
@@ -43,9 +53,12 @@ class Shared:
     def __init__(self, core: Core) -> None:
         self.core = core
         self.progress = Progress()
-        self.builder = Builder(core)
         self.state = ModelState(core)
         self.resumption = Resumption(core, self.progress)
+        # Structures of inputs that the module has accepted, and shapes of inputs that the model was
+        # called with, by their kind.
+        self._known_structures: set[Any] = set()
+        self._known_inputs: dict[Any, str] = {}
 
     def source(self, data: DataArguments) -> Source:
         """Returns the source of the global batches."""
@@ -104,8 +117,62 @@ class Shared:
         few = jax.tree.map(
             lambda x: np.zeros((num, *np.shape(x)[1:]), np.asarray(x[:1]).dtype), data.x
         )
-        problem_of = self.builder.problem_of_inputs
-        return problem_of(few) is not None and problem_of(few[0]) is None
+        return self._input_error(few) is not None and self._input_error(few[0]) is None
+
+    def _input_error(self, inputs: Any) -> ValueError | None:
+        """Returns what is wrong with inputs; if the signature does not tell, the model is built."""
+        core, structure = self.core, jax.tree.structure(inputs)
+        if (problem := input_problem(core.module, inputs)) is not None:
+            return ValueError(problem)
+        if (
+            structure in self._known_structures
+            or not core.calls_model
+            or signature_tells(core.module, inputs)
+        ):
+            return None
+        try:
+            core.trainer.build(inputs)
+            trace_outputs(core.trainer, Batch(inputs))
+        except Exception as error:
+            unusable = ValueError(unusable_inputs(core.module, inputs, error))
+            unusable.__cause__ = error
+            return unusable
+        self._known_structures.add(structure)
+        return None
+
+    def build_for(self, batch: Batch) -> None:
+        """Creates missing variables, and applies changes that the user made to the object."""
+        # Named as arguments, though they may come from a dataset.
+        given = {"x": batch.inputs, "y": batch.targets, "sample_weight": batch.weight}
+        for name, value in given.items():
+            for leaf in jax.tree.leaves(value):
+                check_numbers(name, leaf)
+        core, trainer = self.core, self.core.trainer
+        was_built = trainer.is_built
+        if (error := self._input_error(batch.inputs)) is not None:
+            raise error
+        trainer.build(batch.inputs)
+        # While fit runs, only what callbacks assign is news in the wrapped object.
+        if core.is_fitting:
+            core.read_assigned()
+        elif core.take_over_changes(batch.inputs) and core.compilation is not None:
+            core.compilation.forget_data()
+            core.forget_passes()
+        kind, known = kinds(batch.inputs), self._known_inputs
+        if was_built and core.calls_model and known and kind not in known:
+            try:
+                trace_outputs(trainer, batch)
+            except CallError:
+                raise
+            except Exception as error:  # Any error of a module; the message quotes it.
+                reason = f"{type(error).__name__}: {error}".split(" (https://")[0][:_QUOTED]
+                raise ValueError(
+                    f"The model {core.adapter.name!r} cannot be called with inputs "
+                    f"{shapes(batch.inputs)}; before, they were {next(iter(known.values()))}. Pass "
+                    "inputs of the shape for which its variables were created. It says: "
+                    f"{reason}"
+                ) from None
+        known[kind] = shapes(batch.inputs)
 
     def prepare(self, batch: Batch, *, is_announced: bool = False) -> None:
         """Creates variables and compiled functions for data like `batch`, and checks the data.
@@ -116,7 +183,7 @@ class Shared:
         arguments = compilation.arguments
         if jax.tree.leaves((arguments.loss, arguments.metrics, arguments.weighted_metrics)):
             require_targets(batch)
-        self.builder.build_for(batch)
+        self.build_for(batch)
         kind = kinds((batch.inputs, batch.targets))
         if kind in compilation.known_kinds:
             return

@@ -86,7 +86,7 @@ class SingleBatches:
     def predict_on_batch(self, x: Any) -> Any:
         """Returns all outputs `[rows, ...]` for one batch as NumPy arrays, on every process."""
         first = self._single(x, None, None, is_inputs=True)
-        self._shared.builder.build_for(to_batch(first))
+        self._shared.build_for(to_batch(first))
         self._shared.check_outputs(to_batch(first))
         with self._fed(first) as feed:
             return self._core.trainer.predict(feed, CountedRows())

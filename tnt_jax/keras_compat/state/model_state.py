@@ -8,17 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from tnt_jax import _jax
-from tnt_jax.adapters.base import CallError, CallStyle, Variables
-from tnt_jax.data.arguments import check_numbers
+from tnt_jax.adapters.base import CallStyle, Variables
 from tnt_jax.distributed.host import collectives
 from tnt_jax.keras_compat.callbacks.base import check_can_read, check_changes_model, current_scope
 from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.keras_compat.state.optimizer_view import OptimizerView
 from tnt_jax.log import logger
-from tnt_jax.train.contracts import Batch
 from tnt_jax.train.state import TrainState, check_match, state_arrays, with_arrays
-from tnt_jax.train.trainer import trace_outputs
 
 
 class ModelState:
@@ -158,10 +155,6 @@ def only(arrays: Mapping[str, Any], *parts: str) -> dict[str, Any]:
     return {path: leaf for path, leaf in arrays.items() if path.split("/")[0] in parts}
 
 
-# The number of characters that an error quotes of another.
-_QUOTED = 400
-
-
 def kinds(tree: Any) -> Any:
     """Returns what a step is traced for: the structure of a batch, row shapes and dtypes."""
     leaves, structure = jax.tree.flatten(tree)
@@ -238,74 +231,3 @@ def unusable_inputs(module: Any, inputs: Any, error: Exception) -> str:
         "Let each element be (inputs, targets), with the inputs as the module takes them; a "
         "dataset of dicts needs a map such as lambda element: (element['image'], element['label'])."
     )
-
-
-class Builder:
-    """Creates the variables of a model for its inputs, and explains invalid inputs."""
-
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        # Structures of inputs that the module has accepted, and shapes of inputs that the model was
-        # called with, by their kind.
-        self._known_structures: set[Any] = set()
-        self._known_inputs: dict[Any, str] = {}
-
-    def problem_of_inputs(self, inputs: Any) -> ValueError | None:
-        """Returns what is wrong with inputs; if the signature does not tell, the model is built."""
-        module = self._core.module
-        structure = jax.tree.structure(inputs)
-        if (problem := input_problem(module, inputs)) is not None:
-            return ValueError(problem)
-        if (
-            structure in self._known_structures
-            or not self._core.calls_model
-            or signature_tells(module, inputs)
-        ):
-            return None
-        try:
-            self._core.trainer.build(inputs)
-            trace_outputs(self._core.trainer, Batch(inputs))
-        except Exception as error:
-            unusable = ValueError(unusable_inputs(module, inputs, error))
-            unusable.__cause__ = error
-            return unusable
-        self._known_structures.add(structure)
-        return None
-
-    def build_for(self, batch: Batch) -> None:
-        """Creates missing variables, and applies changes that the user made to the object."""
-        # Named as arguments, though they may come from a dataset.
-        given = {"x": batch.inputs, "y": batch.targets, "sample_weight": batch.weight}
-        for name, value in given.items():
-            for leaf in jax.tree.leaves(value):
-                check_numbers(name, leaf)
-        trainer = self._core.trainer
-        was_built = trainer.is_built
-        if (problem := self.problem_of_inputs(batch.inputs)) is not None:
-            raise problem
-        trainer.build(batch.inputs)
-        # While fit runs, only what callbacks assign is news in the wrapped object.
-        if self._core.is_fitting:
-            self._core.read_assigned()
-        elif self._core.take_over_changes(batch.inputs) and self._core.compilation is not None:
-            self._core.compilation.forget_data()
-            self._core.forget_passes()
-        self._check_shapes(batch, was_built=was_built)
-
-    def _check_shapes(self, batch: Batch, *, was_built: bool) -> None:
-        """Traces the model with inputs of new shapes, without computing anything."""
-        kind, known = kinds(batch.inputs), self._known_inputs
-        if was_built and self._core.calls_model and known and kind not in known:
-            try:
-                trace_outputs(self._core.trainer, batch)
-            except CallError:
-                raise
-            except Exception as error:  # Any error of a module; the message quotes it.
-                reason = f"{type(error).__name__}: {error}".split(" (https://")[0][:_QUOTED]
-                raise ValueError(
-                    f"The model {self._core.adapter.name!r} cannot be called with inputs "
-                    f"{shapes(batch.inputs)}; before, they were {next(iter(known.values()))}. Pass "
-                    "inputs of the shape for which its variables were created. It says: "
-                    f"{reason}"
-                ) from None
-        known[kind] = shapes(batch.inputs)
