@@ -15,6 +15,8 @@ from tnt_jax.data.streams import EpochStream
 from tnt_jax.train.contracts import Batch
 
 Weighting = Callable[[Any, Any], Any]
+# Returns the inputs of a step.
+Unpack = Callable[[HostBatch], Batch]
 # Usual keys of targets in datasets of dicts.
 _TARGETS = ("y", "label", "labels", "target", "targets")
 
@@ -155,7 +157,7 @@ class Plan:
 
     stream: EpochStream
     first: HostBatch
-    unpack: Callable[[HostBatch], Batch]  # Returns the inputs of a step.
+    unpack: Unpack
     validation: Source | None
     arguments: FitArguments
 

@@ -3,7 +3,7 @@
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -31,6 +31,7 @@ from tnt_jax.keras_compat.fit.data_intake import (
     DataArguments,
     FitArguments,
     Plan,
+    Unpack,
     carry_out_split,
     class_weighting,
     to_batch,
@@ -157,7 +158,7 @@ class FitLoop:
         has_epochs = arguments.initial_epoch < arguments.epochs
         compiles = self.trains and has_epochs and not data.fits_memory
         with core.trainer.building_meanwhile():
-            meanwhile = self._beside_first_batch(unpack) if compiles else None
+            meanwhile = self._beside_first_batch(unpack, arguments) if compiles else None
             stream, first = self._open(meanwhile=meanwhile)
             plan = Plan(stream, first, unpack, None, arguments)
             batch = unpack(first)
@@ -166,17 +167,17 @@ class FitLoop:
                 core.functions.check_classes(arguments.class_weight)
             if not data.fits_memory:
                 core.choose_mesh(batch)
-            shared.trace_rows(batch, train=True, source=stream.source, num_rows=first.num_rows)
+            shared.check_rows(batch, train=True, may_run=False, plan=plan)
             if compiles:
-                shared.compile_ahead(stream, first, unpack)
+                shared.compile_ahead(plan)
         shared.check_rows(batch, train=True)
         if arguments.validation_data is not None:
             shared.check_rows(batch, train=False)
         if data.fits_memory:
-            shared.fit_memory(stream, first, unpack)
+            shared.fit_memory(plan)
         return plan
 
-    def _beside_first_batch(self, unpack: Callable[[HostBatch], Batch]) -> Meanwhile | None:
+    def _beside_first_batch(self, unpack: Unpack, arguments: FitArguments) -> Meanwhile | None:
         """Returns what prepares the step while the first batch is read; None if nothing can."""
         core = self._core
         is_known = core.require_compiled().functions is not None
@@ -186,8 +187,8 @@ class FitLoop:
         def prepare(stream: EpochStream, announced: HostBatch) -> None:
             batch = unpack(announced)
             self._shared.prepare(batch, is_announced=True)
-            self._shared.trace_rows(batch, train=True)
-            self._shared.compile_ahead(stream, announced, unpack)
+            self._shared.check_rows(batch, train=True, may_run=False)
+            self._shared.compile_ahead(Plan(stream, announced, unpack, None, arguments))
 
         return prepare
 

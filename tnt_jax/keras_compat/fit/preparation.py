@@ -1,6 +1,5 @@
 """Opens the data of calls, and prepares compiled steps for it: variables, losses and checks."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ from tnt_jax.adapters.base import CallError
 from tnt_jax.data.arguments import check_arguments, check_numbers, is_arrays, is_taken_apart
 from tnt_jax.data.elements import unpack
 from tnt_jax.data.layout import ReadOptions, micro_batch_size, num_padded_rows
-from tnt_jax.data.sources import HostBatch, Source, array_source
+from tnt_jax.data.sources import Source, array_source
 from tnt_jax.data.streams import EpochStream
 from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining import runtime
@@ -25,7 +24,7 @@ from tnt_jax.keras_compat.compiling.row_checks import (
     real_rows,
     traced_dependence,
 )
-from tnt_jax.keras_compat.fit.data_intake import DataArguments, require_targets, to_batch
+from tnt_jax.keras_compat.fit.data_intake import DataArguments, Plan, require_targets, to_batch
 from tnt_jax.keras_compat.fit.hooks import Progress
 from tnt_jax.keras_compat.fit.resume import Resumption
 from tnt_jax.keras_compat.keras_objects import is_keras
@@ -221,63 +220,63 @@ class Shared:
                 collectives.call_on_all_processes(partial(check, local))
         return functions
 
-    def compile_ahead(
-        self, stream: EpochStream, first: HostBatch, unpack: Callable[[HostBatch], Batch]
-    ) -> None:
+    def compile_ahead(self, plan: Plan) -> None:
         """Begins to compile the first step of a model; called after `Core.choose_mesh`."""
         compilation, trainer = self.core.require_compiled(), self.core.trainer.of_group
-        prepare = preparation_of(trainer, unpack, threaded=not stream.source.in_memory)
+        prepare = preparation_of(trainer, plan.unpack, threaded=not plan.stream.source.in_memory)
         if runtime.is_to_join():
             # It has its steps from the others, and has to trace the sums alone.
-            trainer.programs.zero_sums(prepare([first]), trainer.described())
+            trainer.programs.zero_sums(prepare([plan.first]), trainer.described())
             return
         num_steps = compilation.steps_per_execution or 1
-        are_enough = num_steps == 1 or (stream.num_steps or 0) >= num_steps
+        are_enough = num_steps == 1 or (plan.stream.num_steps or 0) >= num_steps
         if trainer.steps.fused is not None and not compilation.compiled_kinds and are_enough:
-            trainer.ahead.start(lambda: trainer.lower(prepare([first] * num_steps)))
+            trainer.ahead.start(lambda: trainer.lower(prepare([plan.first] * num_steps)))
 
-    def fit_memory(
-        self, stream: EpochStream, first: HostBatch, unpack: Callable[[HostBatch], Batch]
-    ) -> None:
+    def fit_memory(self, plan: Plan) -> None:
         """Chooses and compiles a step that fits the memory, or raises a ValueError."""
         trainer, compilation = self.core.trainer, self.core.require_compiled()
-        num_steps = min(compilation.steps_per_execution or 1, stream.num_steps or 1)
-        prepare = preparation_of(trainer, unpack, threaded=not stream.source.in_memory)
+        num_steps = min(compilation.steps_per_execution or 1, plan.stream.num_steps or 1)
+        prepare = preparation_of(trainer, plan.unpack, threaded=not plan.stream.source.in_memory)
 
         def trace() -> Any:
             # Steps may run one by one, although several were asked for.
-            several = trainer.trace(prepare([first] * num_steps)) if num_steps > 1 else None
-            return several or trainer.trace(prepare([first]))
+            several = trainer.trace(prepare([plan.first] * num_steps)) if num_steps > 1 else None
+            return several or trainer.trace(prepare([plan.first]))
 
         trainer.ahead.wait()
-        self.core.fit_memory("fit", unpack(first), trace)
+        self.core.fit_memory("fit", plan.unpack(plan.first), trace)
 
-    def trace_rows(
-        self, batch: Batch, *, train: bool, source: Source | None = None, num_rows: int = 0
+    def check_rows(
+        self, batch: Batch, *, train: bool, may_run: bool = True, plan: Plan | None = None
     ) -> None:
-        """Chooses the step by whether rows depend on one another, if the program says so.
+        """Chooses the step by whether rows depend on one another; all processes must call it.
 
-        Called before `compile_ahead`; `check_rows` runs the program where that does not suffice.
-        The source, if it is known, has `num_rows` rows in its first batch.
+        The program tells, or else, where it `may_run`, its results.
         """
         compilation, core = self.core.require_compiled(), self.core
-        if train in compilation.traced_rows or not core.cares_for_rows:
+        if train in compilation.checked_rows or not core.cares_for_rows:
             return
         functions = compilation.functions
         assert functions is not None
-        per_row = functions.per_row(core.adapter)
-        dependence, is_known = traced_dependence(
-            core.trainer,
-            batch,
-            per_row,
-            train=train,
-            sizes=functions.has_own_losses,
-            last_rows=_last_rows(source, num_rows, core.trainer.rank_slice.num_ranks),
-        )
-        compilation.traced_rows.add(train)
-        reason = dependence or (self._why_rows_move(batch, per_row) if train else None)
-        if is_known or reason is not None:
-            self._choose_step(reason, train=train)
+        per_row, sizes = functions.per_row(core.adapter), functions.has_own_losses
+        reason, is_known = None, False
+        if train not in compilation.traced_rows:
+            num_ranks = core.trainer.rank_slice.num_ranks
+            last_rows = 0 if plan is None else _last_rows(plan, num_ranks)
+            reason, is_known = traced_dependence(
+                core.trainer, batch, per_row, train=train, sizes=sizes, last_rows=last_rows
+            )
+            compilation.traced_rows.add(train)
+            if reason is None and train:
+                reason = self._why_rows_move(batch, per_row)
+        if reason is None and not is_known:
+            if not may_run:
+                return
+            reason = self._seen_dependence(batch, per_row, train=train, sizes=sizes)
+        compilation.dependence = compilation.dependence or reason
+        compilation.checked_rows.add(train)
+        core.choose_step_of_rows()
 
     def _why_rows_move(self, batch: Batch, per_row: PerRow) -> str | None:
         """Returns why a step had better move rows than parameters; None if it had not."""
@@ -290,19 +289,6 @@ class Shared:
         if nbytes is None:  # The compiler would sum gradients in half precision, too.
             return None
         return core.trainer.steps.why_rows_move(core.trainer.described().params, nbytes)
-
-    def check_rows(self, batch: Batch, *, train: bool) -> None:
-        """Chooses the step by whether rows depend on one another; all processes must call it."""
-        self.trace_rows(batch, train=train)
-        compilation, core = self.core.require_compiled(), self.core
-        if train in compilation.checked_rows or not core.cares_for_rows:
-            return
-        functions = compilation.functions
-        assert functions is not None
-        per_row, sizes = functions.per_row(core.adapter), functions.has_own_losses
-        self._choose_step(
-            self._seen_dependence(batch, per_row, train=train, sizes=sizes), train=train
-        )
 
     def check_outputs(self, batch: Batch) -> None:
         """Does for the model's outputs alone what `check_rows` does; for prediction."""
@@ -326,12 +312,6 @@ class Shared:
         found = dependence_of_rows(self.core.trainer, batch, per_row, **options)
         notes = collectives.agree("check of rows", {}, note=found)
         return next(filter(None, notes), None)
-
-    def _choose_step(self, dependence: str | None, *, train: bool) -> None:
-        compilation = self.core.require_compiled()
-        compilation.dependence = compilation.dependence or dependence
-        compilation.checked_rows.add(train)
-        self.core.choose_step_of_rows()
 
     def check_validation(self, source: Source) -> None:
         """Raises a ValueError if available validation data does not fit the model or the losses."""
@@ -363,9 +343,10 @@ class Shared:
         )
 
 
-def _last_rows(source: Source | None, batch_rows: int, num_ranks: int) -> int:
+def _last_rows(plan: Plan, num_ranks: int) -> int:
     """Returns the rows of a rank in the last batch, if it is known and they are fewer; else 0."""
-    if source is None or source.num_examples is None or source.num_batches is None:
+    source, batch_rows = plan.stream.source, plan.first.num_rows
+    if source.num_examples is None or source.num_batches is None:
         return 0
     rest = source.num_examples - (source.num_batches - 1) * batch_rows
     is_smaller = num_ranks > 1 and 0 < rest < batch_rows

@@ -1,6 +1,6 @@
 """Training, evaluation and prediction on single batches, for custom loops on a `Model`."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,11 +14,11 @@ from tnt_jax.data.arguments import is_arrays
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.liveness.rendezvous import check_not_alone
-from tnt_jax.keras_compat.fit.data_intake import DataArguments, class_weighting, to_batch
+from tnt_jax.keras_compat.fit.data_intake import DataArguments, Unpack, class_weighting, to_batch
 from tnt_jax.keras_compat.fit.evaluation import as_returned
 from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.state.core import Core
-from tnt_jax.train.contracts import Batch, CountedRows
+from tnt_jax.train.contracts import CountedRows
 from tnt_jax.train.trainer import device_feed
 
 
@@ -135,9 +135,7 @@ class SingleBatches:
         return next(iter(self._shared.source(replace(data, batch_size=size)).batches(0)))
 
     @contextmanager
-    def _fed(
-        self, first: HostBatch, unpack: Callable[[HostBatch], Batch] = to_batch
-    ) -> Iterator[Any]:
+    def _fed(self, first: HostBatch, unpack: Unpack = to_batch) -> Iterator[Any]:
         """Yields the batch on the devices, for a step within the block."""
         with (
             phases.in_phase("step"),
