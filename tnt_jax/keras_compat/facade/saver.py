@@ -180,7 +180,10 @@ class Saving:
                     Variables(*jax.tree.map(np.array, (state.params, state.model_state)))
                 )
                 rest = only(arrays, "opt_state", "step")
-                config = self._compile_config()
+                config, compilation = None, self._core.compilation
+                if compilation is not None and compilation.arguments.objective is None:
+                    optimizer = self.training_state.optimizer
+                    config = keras_descriptions.describe_compile(optimizer, compilation.given)
                 keras_files.write(self._core.module, temporary, rest, notes, config)
             elif path.name.endswith(H5_ENDING):
                 write_h5(temporary, arrays)
@@ -203,13 +206,6 @@ class Saving:
             names = {name.replace("/", "."): name for name in state_arrays(state)}
             return {names.get(name, name): leaf for name, leaf in read_safetensors(path).items()}
         return read_h5(path) if path.name.endswith(H5_ENDING) else keras_files.read_extra(path)
-
-    def _compile_config(self) -> dict[str, Any] | None:
-        """Returns the arguments of `compile` for Keras, None if there are none that it knows."""
-        compilation, optimizer = self._core.compilation, self.training_state.optimizer
-        if compilation is None or optimizer is None or compilation.arguments.objective is not None:
-            return None
-        return keras_descriptions.describe_compile(optimizer, compilation.given)
 
     def _description(self) -> dict[str, Any]:
         """Returns what recreates and compiles the model, without parts that cannot be described."""

@@ -143,7 +143,11 @@ def describe_run(core: Core, plan: Plan, callbacks: Sequence[Any]) -> Run:
     rates = [item for item in callbacks if type(item).__name__ in RATE_CALLBACKS]
     groups: Run = {name: {} for name in CHANGES}
     for name, value in chosen.items():
-        groups[_group_of(name)][name] = value
+        if name.startswith("optimizer"):
+            group = "learning_rate" if "learning_rate" in name else "optimizer"
+        else:
+            group = "loss" if name.startswith(_LOSS) else "metrics"
+        groups[group][name] = value
     groups["model"] = flat_settings("Model", options) | describe_model(core)
     groups["learning_rate"] |= _rates(core) | describe_callbacks(rates)
     groups["data"] = _describe_data(plan)
@@ -152,13 +156,6 @@ def describe_run(core: Core, plan: Plan, callbacks: Sequence[Any]) -> Run:
     groups["batch_size"] = {"rows of a global batch": str(size), "ranks": str(ranks)}
     groups["seed"] = {"Model.seed": str(core.options.seed)}
     return groups | {"versions": installed_versions()}
-
-
-def _group_of(name: str) -> str:
-    """Returns the group of a choice of `compile`, by its name such as `optimizer.momentum`."""
-    if name.startswith("optimizer"):
-        return "learning_rate" if "learning_rate" in name else "optimizer"
-    return "loss" if name.startswith(_LOSS) else "metrics"
 
 
 def _rates(core: Core) -> dict[str, str]:

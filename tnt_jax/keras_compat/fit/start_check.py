@@ -276,7 +276,10 @@ class Divergence:
         told = {
             rank: local[own_ranks.index(rank)].tolist() for rank in speakers if rank in own_ranks
         }
-        answers = [json.loads(text) for text in meet(where, json.dumps([told, _kind_of_devices()]))]
+        # What decides how the devices of this process round.
+        kinds = sorted({device.device_kind for device in jax.local_devices()})
+        own_kind = f"CPU {cpu_kind()}" if kinds == ["cpu"] else ", ".join(kinds)
+        answers = [json.loads(text) for text in meet(where, json.dumps([told, own_kind]))]
         sums = {int(rank): row for rows, _ in answers for rank, row in rows.items()}
         text = describe_drift(names, sums, list(ranks.values()), process_of)
         text = f"At the {where}, the ranks do not hold the same training state: {text}."
@@ -321,9 +324,3 @@ def describe_drift(
 
 def _name_ranks(ranks: Sequence[int]) -> str:
     return name_processes(ranks).replace("processes", "ranks").replace("process", "rank")
-
-
-def _kind_of_devices() -> str:
-    """Returns what decides how the devices of this process round."""
-    kinds = sorted({device.device_kind for device in jax.local_devices()})
-    return f"CPU {cpu_kind()}" if kinds == ["cpu"] else ", ".join(kinds)

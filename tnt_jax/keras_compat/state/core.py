@@ -336,6 +336,7 @@ class Core:
             )
 
         def way_of(form: _Form) -> memory_choice.Way:
+            looked_at.append(form)
             here = form.options.on_mesh(job, form.sharding)
             steps, places = trainer.steps, state
             if not stays(form):
@@ -382,14 +383,10 @@ class Core:
                 if lacks_blocks or not saves:
                     yield form
 
-        def ways() -> Iterator[memory_choice.Way]:
-            for form in variants():
-                looked_at.append(form)
-                yield way_of(form)
-
         try:
+            ways = map(way_of, variants())
             choice = memory_choice.choose(
-                asked, ways(), limit, looks_at_all=job.settings.plan, remedies=remedies
+                asked, ways, limit, looks_at_all=job.settings.plan, remedies=remedies
             )
         except ValueError:
             self._take(before, None)
