@@ -77,9 +77,7 @@ class StateVariable:
                 f"{np.shape(value)}."
             )
         leaves[self._index] = _jax.put(np.asarray(value, old.dtype), old.sharding)
-        state = self._trainer.state
-        assert state is not None
-        self._trainer.state = self._put(state, structure.unflatten(leaves))
+        self._trainer.state = self._put(self._trainer.require_state(), structure.unflatten(leaves))
         if self._after is not None:
             self._after()
 
@@ -88,8 +86,7 @@ class StateVariable:
         return f"<StateVariable path={self.path}, shape={self.shape}, dtype={self.dtype}>"
 
     def _leaves(self) -> tuple[list[Any], Any]:
-        assert self._trainer.state is not None
-        return jax.tree.flatten(self._get(self._trainer.state))
+        return jax.tree.flatten(self._get(self._trainer.require_state()))
 
 
 def state_variables(
@@ -101,11 +98,8 @@ def state_variables(
     after: Callable[[], None] | None = None,
 ) -> list[StateVariable]:
     """Returns a part of the trainer's state as `StateVariable`s, in the order of its leaves."""
-    assert trainer.state is not None
-    paths = [
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for path, _ in jax.tree_util.tree_leaves_with_path(get(trainer.state))
-    ]
+    leaves = jax.tree_util.tree_leaves_with_path(get(trainer.require_state()))
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     return [
         StateVariable(trainer, get, put, index, path, trainable, after)
         for index, path in enumerate(paths)
@@ -304,8 +298,7 @@ class OptimizerView:
 
     def _state(self) -> TrainState:
         self._start()
-        assert self._trainer.state is not None
-        return self._trainer.state
+        return self._trainer.require_state()
 
 
 def _copy(tree: Any) -> Any:
