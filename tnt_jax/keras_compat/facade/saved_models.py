@@ -89,7 +89,22 @@ def load_model(
         notes, arrays = saved.notes, saved.arrays
     else:
         notes, arrays = keras_files.read_notes(path), keras_files.read_extra(path)
-    return _load_described(path, notes, arrays, module, compile, rebuild)
+    if module is not None:
+        model = model_around(module, notes.get("options", {"dict": []}), rebuild, Model)
+    elif "config" in notes:
+        model = model_from(notes["config"], rebuild, Model)
+    else:
+        why = ""
+        if "config_problem" in notes:
+            why = f" It could not be described: {notes['config_problem']}"
+        raise ValueError(
+            f"{path} does not say which module it holds: pass module=... to load_model.{why}"
+        )
+    _build(model, arrays, notes)
+    if compile:
+        _compile(model, path, notes, rebuild)
+    model.training_state.restore(arrays)
+    return model
 
 
 def clone_model(model: Any) -> Model:
@@ -155,32 +170,6 @@ def _compile(model: Model, path: Path, notes: Mapping[str, Any], rebuild: Rebuil
             notes["compile_problem"],
             str(path),
         )
-
-
-def _load_described(
-    path: Path,
-    notes: Mapping[str, Any],
-    arrays: Mapping[str, Any],
-    module: Any,
-    compile: bool,
-    rebuild: Rebuilder,
-) -> Model:
-    if module is not None:
-        model = model_around(module, notes.get("options", {"dict": []}), rebuild, Model)
-    elif "config" in notes:
-        model = model_from(notes["config"], rebuild, Model)
-    else:
-        why = ""
-        if "config_problem" in notes:
-            why = f" It could not be described: {notes['config_problem']}"
-        raise ValueError(
-            f"{path} does not say which module it holds: pass module=... to load_model.{why}"
-        )
-    _build(model, arrays, notes)
-    if compile:
-        _compile(model, path, notes, rebuild)
-    model.training_state.restore(arrays)
-    return model
 
 
 def _build(model: Model, arrays: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
