@@ -514,28 +514,23 @@ class Core:
         if not self.splits_rows or is_whole == (dependence is not None):
             return
         if dependence is not None:
-            self._require_whole_batches(dependence)
-        self._move(trainer.runtime, self._steps(trainer.runtime, whole=dependence is not None))
-
-    def _require_whole_batches(self, dependence: str) -> None:
-        """Raises a ValueError if an option needs parts of batches; logs the choice otherwise."""
-        needs = {
-            "reproducible=True": self.options.reproducible,
-            "A pipeline": self.options.pipeline is not None,
-            "gradient_compression": self.options.gradient_compression is not None,
-            "sync=LocalSteps": self.options.sync is not None,
-            "A parameter server": type(self.trainer.steps)
-            not in (DataParallelSteps, sharded.ShardedSteps),
-        }
-        for name, is_set in needs.items():
-            if is_set:
+            options, kind = self.options, type(trainer.steps)
+            needs = {
+                "reproducible=True": options.reproducible,
+                "A pipeline": options.pipeline is not None,
+                "gradient_compression": options.gradient_compression is not None,
+                "sync=LocalSteps": options.sync is not None,
+                "A parameter server": kind not in (DataParallelSteps, sharded.ShardedSteps),
+            }
+            if name := next((name for name, is_set in needs.items() if is_set), None):
                 raise ValueError(
                     f"{dependence}. {name} computes parts of a batch by themselves, with which "
-                    f"results would depend on the number of {self.trainer.rank_slice.kind}. Let "
-                    "the values of a row depend on this row alone, or leave it out: without it, "
-                    "such models are trained. See docs/flax.md#models-that-compare-rows."
+                    f"results would depend on the number of {trainer.rank_slice.kind}. Let the "
+                    "values of a row depend on this row alone, or leave it out: without it, such "
+                    "models are trained. See docs/flax.md#models-that-compare-rows."
                 )
-        log_choice(dependence, self.trainer.runtime.num_ranks)
+            log_choice(dependence, trainer.runtime.num_ranks)
+        self._move(trainer.runtime, self._steps(trainer.runtime, whole=dependence is not None))
 
     def _move(self, job: runtime.Runtime, steps: DataParallelSteps | sharded.ShardedSteps) -> None:
         trainer = self.trainer
