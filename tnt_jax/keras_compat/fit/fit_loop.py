@@ -23,7 +23,7 @@ from tnt_jax.distributed.joining import runtime
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.stopping import Points, Preempted, SharedStop
 from tnt_jax.job import Slot
-from tnt_jax.keras_compat.callbacks import History
+from tnt_jax.keras_compat.callbacks import CallbackList, History
 from tnt_jax.keras_compat.callbacks.base import unwrapped
 from tnt_jax.keras_compat.callbacks.callback_list import may_stop_within_epoch
 from tnt_jax.keras_compat.compiling.compiled import Compiled
@@ -95,8 +95,6 @@ class FitLoop:
     # Whether steps are those of training alone: compiled while what precedes them is done, and
     # followed by the end of `fit`, with its state saved, after a signal.
     trains = True
-    # What is done between its steps.
-    step_hooks = PhaseHooks
 
     def __init__(self, shared: Shared, callbacks: CallbackArguments) -> None:
         self._core, self._shared, self._callbacks = shared.core, shared, callbacks
@@ -300,15 +298,7 @@ class FitLoop:
                 self._points.pass_one()
             for epoch in epochs:
                 self._recovery.begin_epoch(epoch)
-                phase_hooks = self.step_hooks(
-                    "train",
-                    hooks,
-                    note_step=self._call.note_step,
-                    progress=progress,
-                    read=core.training_logs,
-                    stop=stop,
-                    before_step=core.read_assigned,
-                )
+                phase_hooks = self.step_hooks(hooks, stop=stop, note_step=self._call.note_step)
                 check_trains_the_same(core.adapter)
                 begin = start if epoch == start.epoch else None
                 with phases.in_phase(""):
@@ -328,6 +318,14 @@ class FitLoop:
                 if progress.stop_training:
                     return
                 self._points.pass_one()
+
+    def step_hooks(
+        self, callbacks: CallbackList, kind: type[PhaseHooks] = PhaseHooks, **others: Any
+    ) -> PhaseHooks:
+        """Returns what is done between the steps of training."""
+        core, progress = self._core, self._shared.progress
+        given = {"progress": progress, "read": core.training_logs, **others}
+        return kind("train", callbacks, before_step=core.read_assigned, **given)
 
     def _train_epoch(
         self, epoch: int, hooks: PhaseHooks, start: Place | None

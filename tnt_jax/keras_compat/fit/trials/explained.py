@@ -82,7 +82,7 @@ class ExplainLoop(FitLoop):
         explaining = Explaining(self._trainer.runtime, self._num_steps, "fit")
         with self._feed(items) as feed, self._feed(cycle(kept)) as of_kept:
             whole, again = iter(feed), iter(of_kept)
-            hooks = self._hooks_of_steps(self._hooks)
+            hooks = self.step_hooks(self._hooks, num_steps=self._num_steps)
             kinds: dict[str, Callable[[int], None]] = {
                 "as is": lambda n: self._run(islice(whole, n), hooks),
                 "no callbacks": lambda n: self._run(islice(whole, n), counting),
@@ -114,16 +114,6 @@ class ExplainLoop(FitLoop):
             items,
             self._plan.unpack,
             threaded=not self._plan.stream.source.in_memory,
-            num_steps=self._num_steps,
-        )
-
-    def _hooks_of_steps(self, callbacks: CallbackList) -> PhaseHooks:
-        return PhaseHooks(
-            "train",
-            callbacks,
-            progress=self._shared.progress,
-            read=self._core.training_logs,
-            before_step=self._core.read_assigned,
             num_steps=self._num_steps,
         )
 
@@ -185,14 +175,13 @@ class ExplainLoop(FitLoop):
         acting = [c for c in plain if any(overrides(c, hook) for hook in of_steps)]
         # The master has callbacks that the others lack, such as the bar.
         names = broadcast_object(sorted({type(callback).__name__ for callback in acting}))
-        kinds: dict[str, Callable[[int], None]] = {
-            "": lambda n: self._run(islice(whole, n), self._hooks_of_steps(self._hooks))
-        }
+        kinds: dict[str, Callable[[int], None]] = {}
         of_fit = self._callbacks
         seen = {**self._counts, "verbose": of_fit.verbose, "model": of_fit.model}
-        for name in names:
+        for name in ["", *names]:
             others = [callback for callback in plain if type(callback).__name__ != name]
-            hooks = self._hooks_of_steps(CallbackList(others, **seen))
+            called = CallbackList(others, **seen) if name else self._hooks
+            hooks = self.step_hooks(called, num_steps=self._num_steps)
             kinds[name] = lambda n, hooks=hooks: self._run(islice(whole, n), hooks)
         timed = explaining.time(kinds)
         for name in names:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tnt_jax.data.sources import Source
-from tnt_jax.keras_compat.callbacks import BackupAndRestore, Callback
+from tnt_jax.keras_compat.callbacks import BackupAndRestore, Callback, CallbackList
 from tnt_jax.keras_compat.callbacks.base import first_base, unwrapped
 from tnt_jax.keras_compat.fit.data_intake import DataArguments, FitArguments, Plan
 from tnt_jax.keras_compat.fit.fit_loop import FitLoop
@@ -67,14 +67,15 @@ class RecordedLoop(FitLoop):
         super().fit(plan)
         raise TrialsDone
 
-    def step_hooks(self, *arguments: Any, **named: Any) -> PhaseHooks:
+    def step_hooks(self, callbacks: CallbackList, **others: Any) -> PhaseHooks:
         """Returns what records each step."""
-        return _RecordingHooks(
-            *arguments,
-            **named,
+        return super().step_hooks(
+            callbacks,
+            _RecordingHooks,
             core=self._core,
             recorder=self._recorder,
             save_now=lambda: self._shared.resumption.save_now,
+            **others,
         )
 
     @cached_property
