@@ -88,16 +88,14 @@ def _object(value: Any) -> Any:
 
 
 def _function(function: FunctionType) -> Any:
-    """Returns the name and the code of a function, and what it closes over: plain values.
-
-    Of a function of Optax that is all; of the user's, other objects may differ on each process.
-    """
+    """Returns the name and the code of a function, and what it closes over."""
     named = f"{_name(function)} (code {_checksum(function):08x})"
     held = dict(
         zip(function.__code__.co_freevars, map(_content, function.__closure__ or ()), strict=True)
     )
     held |= {f"default {n}": x for n, x in enumerate(function.__defaults__ or ())}
     held |= function.__kwdefaults__ or {}
+    # Of the user's functions, objects may differ on each process.
     if not str(function.__module__).startswith("optax"):
         held = {name: x for name, x in held.items() if isinstance(x, (bool, int, float, str))}
     return {"function": named, **{k: comparable(x) for k, x in held.items()}} if held else named

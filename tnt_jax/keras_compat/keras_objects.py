@@ -100,10 +100,7 @@ def mask_of_outputs(outputs: Any) -> Any:
 
 
 def find_class(name: str, kind: str) -> type | None:
-    """Returns the Keras class of a name, or None, as without Keras or on another backend.
-
-    Keras is imported, on the JAX backend unless the environment says otherwise.
-    """
+    """Returns the Keras class of a name, or None, as without Keras or on another backend."""
     keras = _import_keras()
     if keras is None or keras.backend.backend() != "jax":
         return None

@@ -40,14 +40,12 @@ def check_prediction_methods(module: Any) -> None:
 
 
 def choose_optimizer(identifier: Any, module: Any, *, auto_scale_loss: bool) -> Optimizer:
-    """Returns the user's optimizer, with loss scaling for a Keras model in `mixed_float16`.
-
-    Unlike in Keras the layers are checked: a loaded model has the policy of the process.
-    """
+    """Returns the user's optimizer, with loss scaling for a Keras model in `mixed_float16`."""
     # The table of all optimizers is imported when one is asked for.
     from tnt_jax.keras_compat.optimizers.lookup import required
 
     optimizer = required(identifier)
+    # Unlike in Keras the layers are checked: a loaded model has the policy of the process.
     layers = module._flatten_layers() if is_keras(module) else ()
     is_half = any(layer.dtype_policy.name == "mixed_float16" for layer in layers)
     if auto_scale_loss and is_half and not isinstance(optimizer, LossScaleOptimizer):

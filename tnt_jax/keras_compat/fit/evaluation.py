@@ -76,11 +76,7 @@ def evaluate_source(
     fits_memory: bool = False,
     note_step: Callable[[], None],
 ) -> dict[str, float]:
-    """Returns loss and metrics over a source, as for the validation data of `fit`.
-
-    With `fits_memory`, rows are computed in passes that fit the memory of a device. `note_step` is
-    called after each step.
-    """
+    """Returns loss and metrics over a source; with `fits_memory` in passes that fit a device."""
     trainer = shared.core.trainer
     stream, item = open_stream("Model.evaluate", lambda: source, steps=steps)
     first = to_batch(item)

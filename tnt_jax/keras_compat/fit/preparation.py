@@ -250,10 +250,7 @@ class Shared:
     def check_rows(
         self, batch: Batch, *, train: bool, may_run: bool = True, plan: Plan | None = None
     ) -> None:
-        """Chooses the step by whether rows depend on one another; all processes must call it.
-
-        The program tells, or else, where it `may_run`, its results.
-        """
+        """Chooses the step by whether rows depend on one another, as the program or a run tells."""
         compilation, core = self.core.require_compiled(), self.core
         if train in compilation.checked_rows or not core.cares_for_rows:
             return

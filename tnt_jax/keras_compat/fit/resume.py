@@ -66,10 +66,7 @@ _fits = Slot[Counter[Path]](Counter, lasts=True)
 
 
 def choose_directory(resume: Any, callbacks: Any) -> Path | None:
-    """Returns the directory for the checkpoints of this call of `fit`, or None for no checkpoints.
-
-    The calls of a script are numbered in their order, so that each finds its own again.
-    """
+    """Returns the directory for the checkpoints of this call of `fit`, or None for none."""
     is_path = isinstance(resume, os.PathLike) or (isinstance(resume, str) and resume)
     if resume is not None and not is_path:
         raise ValueError(f"resume must be None, 'auto' or a directory, but is {resume!r}.")
@@ -91,6 +88,7 @@ def choose_directory(resume: Any, callbacks: Any) -> Path | None:
         base = (Path(directory) if directory else Path("checkpoints", _script_name())).absolute()
     else:
         base = Path(resume).absolute()
+    # So that each call of a script finds its own again.
     _fits.get()[base] += 1
     return base / f"fit-{_fits.get()[base]}"
 
@@ -100,10 +98,7 @@ def _ray_report(callbacks: Any) -> RayReport | None:
 
 
 def with_backup(callbacks: Any, directory: Path | None) -> Any:
-    """Returns callbacks with one that saves to a directory and resumes from there.
-
-    In a process that Ray has started one that reports to Ray follows, unless the user passed one.
-    """
+    """Returns callbacks with one that saves and resumes, and on Ray one that reports to it."""
     added: list[Any] = []
     report, storage = _ray_report(callbacks), ray_storage()
     if directory is not None:
@@ -299,10 +294,7 @@ class Resumption:
     def compare_run(
         self, noted: Run | None, where: str, *, has_ended: bool, alone: bool
     ) -> dict[str, str]:
-        """Returns what differs from the run of a checkpoint, in words, by group.
-
-        What the user did not allow is an error. Unless this process is `alone`, process 0 decides.
-        """
+        """Returns what differs from the run of a checkpoint; what is not allowed is an error."""
         assert self.run is not None, "describe_run() comes first."
         if noted is None:
             logger.warning(
@@ -343,10 +335,7 @@ class Resumption:
         )
 
     def resume_at(self, position: Position, data: DataPosition, sums: list[np.ndarray]) -> Position:
-        """Makes the running `fit` begin at a position instead of `initial_epoch`.
-
-        Call it in `on_train_begin`. It returns the position in the batches of the running `fit`.
-        """
+        """Makes `fit` begin at a position, in `on_train_begin`; returns it in its own batches."""
         assert self._stream is not None, "fit() comes first."
         num_steps = int(self._core.trainer.require_state().step)
         is_accumulating = num_steps % self._core.require_compiled().accumulation_steps > 0
@@ -414,10 +403,7 @@ class Resumption:
 
 @contextmanager
 def ending_on_request(callbacks: Sequence[Any]) -> Iterator[Points]:
-    """Yields the points at which the `fit` within the block may end.
-
-    With a callback that saves, signals are requests, also later if it keeps what it has saved.
-    """
+    """Yields the points at which `fit` may end: with a callback that saves, on a signal."""
     if role() is not None:
         # Ray trains in a thread, which gets no signals, and ends its processes by itself.
         yield Points()

@@ -222,9 +222,8 @@ class Core:
     def fit_memory(self, call: str, batch: Batch, trace: Callable[[], Any]) -> None:
         """Chooses how a step is cut in time and space, for `tnt_micro_batch_size="auto"`.
 
-        Called once it is known whether rows depend on one another. Only `"fit"` chooses more than
-        passes. `trace` returns the traced program of the trainer's own step for this process's
-        `batch`. A ValueError, on every process, says that no step fits.
+        Called once `check_rows` is done. `trace` returns the trace of the trainer's own step for
+        this process's `batch`. A ValueError, on every process, says that no step fits.
         """
         shapes = tuple((np.shape(x), str(np.result_type(x))) for x in jax.tree.leaves(batch))
         if (call, shapes) in self._fitted:
@@ -452,10 +451,7 @@ class Core:
             self.trainer.renew_evaluation()
 
     def compute_in_two_passes(self, batch: Batch) -> str | None:
-        """Lets training compute half of a rank's rows at once; returns why it cannot, or None.
-
-        Called once it is known whether rows depend on one another, with this process's rows.
-        """
+        """Lets training compute half of a rank's rows at once; returns why it cannot, or None."""
         trainer, compilation = self.trainer, self.require_compiled()
         num_rows = num_local_rows(batch) // trainer.rank_slice.local_ranks
         if num_rows == 1:
@@ -698,10 +694,9 @@ class Core:
         self.replace_variables(self.adapter.with_assigned(held))
 
     def take_over_changes(self, inputs: Any) -> bool:
-        """Reads the variables of the wrapped object again if the user has changed them.
+        """Reads the variables of the wrapped object, on all processes those of the master.
 
-        On every process those of the master count. Returns whether others than before are trained:
-        the optimizer then starts afresh, and steps are compiled anew.
+        Returns whether others than before are trained: steps are then compiled anew.
         """
         trainer, adapter = self.trainer, self.adapter
         if not adapter.holds_variables or trainer.owner is not None:
