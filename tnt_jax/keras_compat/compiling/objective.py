@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -63,26 +63,22 @@ class CompiledObjective:
         return ["loss", *self._names]
 
 
+@dataclass(eq=False)
 class ObjectiveParts:
     """Parts of a step that call a custom objective."""
 
-    def __init__(
-        self, objective: Objective, apply: Apply, names: list[str], rows_at_once: int | None = None
-    ) -> None:
-        self.rows_at_once = rows_at_once
-        self._objective = objective
-        self._apply = apply
-        self._names = names
-        self._draws: dict[Any, Draws] = {}
-        parameters = inspect.signature(objective).parameters
-        self._takes_apply, self._takes_train = "apply" in parameters, "train" in parameters
+    objective: Objective
+    apply: Apply
+    names: list[str]  # Of the metrics, once it was called.
+    rows_at_once: int | None
+    _draws: dict[Any, Draws] = field(default_factory=dict)
 
     def measure(
         self, params: Any, model_state: Any, batch: Batch, *, key: jax.Array | None, train: bool
     ) -> Measured:
         """Returns the objective of one rank's rows."""
         values, metrics, forward = self._call(params, model_state, batch, key, train=train)
-        self._names[:] = sorted(metrics)
+        self.names[:] = sorted(metrics)
         total, count = _mean_over_rows.terms(values, values, batch.weight, batch.mask)
         increments = {name: Mean().increments(value, batch.mask) for name, value in metrics.items()}
         increments = {"outputs": increments, "model": forward.increments}
@@ -99,14 +95,15 @@ class ObjectiveParts:
         self, params: Any, model_state: Any, batch: Batch, key: jax.Array | None, *, train: bool
     ) -> tuple[Any, Mapping[str, Any], "_Forward"]:
         base = data_key(0) if key is None else key
+        parameters = inspect.signature(self.objective).parameters
 
         def call(own_key: jax.Array, batch: Batch) -> tuple[Any, Any, _Forward]:
-            forward = _Forward(self._apply, model_state, batch.mask, base, train)
-            arguments: dict[str, Any] = {"apply": forward} if self._takes_apply else {}
-            arguments |= {"train": train} if self._takes_train else {}
-            streams = ("params", "dropout") if train or self._takes_train else ()
+            forward = _Forward(self.apply, model_state, batch.mask, base, train)
+            given = {"apply": forward, "train": train}
+            arguments = {name: value for name, value in given.items() if name in parameters}
+            streams = ("params", "dropout") if train or "train" in parameters else ()
             rngs = {name: jax.random.fold_in(own_key, i) for i, name in enumerate(streams)}
-            result = self._objective(params, batch, rngs, **arguments)
+            result = self.objective(params, batch, rngs, **arguments)
             values, metrics = result if isinstance(result, tuple) else (result, {})
             return values, metrics, forward
 
