@@ -245,14 +245,7 @@ class Model(SingleBatches, Saving, Inspection):
         """
         directory = choose_directory(resume, callbacks)
         data = DataArguments(
-            x,
-            y,
-            sample_weight,
-            batch_size,
-            tnt_micro_batch_size,
-            shuffle,
-            tnt_distribute_dataset,
-            trains=True,
+            x, y, sample_weight, batch_size, tnt_micro_batch_size, shuffle, tnt_distribute_dataset
         )
         arguments = FitArguments(
             class_weight,

@@ -97,7 +97,6 @@ class DataArguments:
     shuffle: bool = False
     distribute: bool = True
     predicts: bool = False  # Targets and weights are ignored.
-    trains: bool = False  # Groups of ranks may have other rows than in evaluation.
     is_inputs: bool = False  # `x` has no targets in it, even if it is a tuple or list.
 
     def __post_init__(self) -> None:

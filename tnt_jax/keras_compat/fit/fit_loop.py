@@ -143,7 +143,7 @@ class FitLoop:
         self._open = partial(
             open_stream,
             "Model.fit",
-            partial(shared.source, data),
+            partial(shared.source, data, trains=True),
             epoch=arguments.initial_epoch,
             steps_per_epoch=arguments.steps_per_epoch,
             epochs=arguments.epochs,

@@ -59,8 +59,8 @@ class Shared:
         self._known_structures: set[Any] = set()
         self._known_inputs: dict[Any, str] = {}
 
-    def source(self, data: DataArguments) -> Source:
-        """Returns the source of the global batches."""
+    def source(self, data: DataArguments, *, trains: bool = False) -> Source:
+        """Returns the source of the global batches; groups of ranks may train with other rows."""
         x, y, sample_weight = data.x, data.y, data.sample_weight
         if self._is_taken_apart(data):
             x, y, sample_weight = unpack(x if isinstance(x, tuple) else tuple(x))
@@ -74,7 +74,7 @@ class Shared:
                 "mesh several processes work on the same rows. Give each process all devices of "
                 "the axes 'stage' and 'tensor', or let tnt_jax distribute the data."
             )
-        rank_slice = (trainer.of_group if data.trains else trainer).rank_slice
+        rank_slice = (trainer.of_group if trains else trainer).rank_slice
         sizes = (data.batch_size, data.rows_per_rank)
         reading = ReadOptions(
             rank_slice, *sizes, data.shuffle, options.seed, data.distribute, options.reproducible
