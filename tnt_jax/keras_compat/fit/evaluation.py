@@ -1,6 +1,6 @@
 """Evaluation and prediction: runs a stream of batches through compiled steps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -38,13 +38,7 @@ def evaluate(
         shown = callbacks.open("Model.evaluate", steps=steps or source.num_batches)
         with shown as hooks, stopping.ending_call() as points:
             return evaluate_source(
-                shared,
-                source,
-                steps,
-                hooks,
-                points,
-                fits_memory=data.fits_memory,
-                note_step=call.note_step,
+                shared, source, steps, hooks, points, call, fits_memory=data.fits_memory
             )
 
     if call.has_ended:
@@ -72,9 +66,9 @@ def evaluate_source(
     steps: int | None,
     hooks: CallbackList,
     points: Points,
+    call: Call,
     *,
     fits_memory: bool = False,
-    note_step: Callable[[], None],
 ) -> dict[str, float]:
     """Returns loss and metrics over a source; with `fits_memory` in passes that fit a device."""
     trainer = shared.core.trainer
@@ -90,7 +84,7 @@ def evaluate_source(
         shared.core.fit_memory("evaluate", first, trace)
     shared.progress.stop_evaluating = False
     hooks.call("on_test_begin", {})
-    running = _steps(shared, "test", stream, steps, first, hooks, points, note_step)
+    running = _steps(shared, "test", stream, steps, first, hooks, points, call)
     with running as (feed, phase):
         sums = trainer.evaluate(feed, phase)
         phase.end_group(sums)
@@ -123,7 +117,7 @@ def predict(
         shared.progress.stop_predicting = False
         shown = callbacks.open("Model.predict", steps=steps or stream.source.num_batches)
         with shown as hooks, stopping.ending_call() as points:
-            running = _steps(shared, "predict", stream, steps, first, hooks, points, call.note_step)
+            running = _steps(shared, "predict", stream, steps, first, hooks, points, call)
             with running as (feed, phase):
                 hooks.call("on_predict_begin", {})
                 try:
@@ -149,7 +143,7 @@ def _steps(
     first: Batch,
     hooks: CallbackList,
     points: Points,
-    note_step: Callable[[], None],
+    call: Call,
 ) -> Iterator[tuple[Iterator[DeviceBatches], PhaseHooks]]:
     """Yields the batches on the devices, and what runs around their steps and may end them."""
     core, compilation = shared.core, shared.core.compilation
@@ -176,7 +170,7 @@ def _steps(
             progress=shared.progress,
             read=core.logs,
             stop=stop,
-            note_step=note_step,
+            note_step=call.note_step,
             num_steps=num_steps,
         )
         yield points.before_each(feed), phase_hooks

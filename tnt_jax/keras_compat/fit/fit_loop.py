@@ -377,16 +377,11 @@ class FitLoop:
 
     def _validate(self) -> dict[str, float]:
         """Returns the logs of the validation data, under names with `val_`."""
-        plan = self._plan
-        assert plan.validation is not None
+        source, steps = self._plan.validation, self._plan.arguments.validation_steps
+        assert source is not None
         with phases.calling("validation"), goodput.phase("validating"):
             found = evaluate_source(
-                self._shared,
-                plan.validation,
-                plan.arguments.validation_steps,
-                self._hooks,
-                self._points,
-                note_step=self._call.note_step,
+                self._shared, source, steps, self._hooks, self._points, self._call
             )
         return {f"val_{name}": value for name, value in found.items()}
 
