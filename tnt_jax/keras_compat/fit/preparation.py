@@ -158,7 +158,9 @@ class Shared:
             core.compilation.forget_data()
             core.forget_passes()
         kind, known = kinds(batch.inputs), self._known_inputs
-        if was_built and core.calls_model and known and kind not in known:
+        if kind in known:
+            return
+        if was_built and core.calls_model and known:
             try:
                 trace_outputs(trainer, batch)
             except CallError:
