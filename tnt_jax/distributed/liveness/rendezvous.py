@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import jax
 
@@ -32,6 +33,7 @@ _SHORTEST_TICK_S, _LATER = 0.0005, 1 / 8
 _PER_PROCESS_S = 0.00005
 _alone: ContextVar[str] = ContextVar("tnt_jax_alone", default="")
 Role = Literal["alone", "joinable", "joins"]
+_T = TypeVar("_T")
 # How many meetings there were, by the processes that met.
 _numbers = Slot[Counter[tuple[int, ...]]](Counter)
 # Of the process, not of its job: the interpreter ends once, and waits for the threads of any job.
@@ -70,6 +72,13 @@ def read_key(
     Warnings say that the process waits for `what`; `check` is called every second, and raises if
     the others will not come, as this does if one of them has ended its script.
     """
+    ask = partial(_jax.value_of_key, _jax.coordination_client(), key)
+    return _await(ask, what, is_over, check)
+
+
+def _await(
+    ask: Callable[[], _T | None], what: str, is_over: Callable[[], bool], check: Callable[[], None]
+) -> _T | None:
     checked_at = time.monotonic()
 
     def is_pointless() -> bool:
@@ -82,7 +91,7 @@ def read_key(
         return is_over()
 
     with phases.waiting(what):
-        return _ask_until(_jax.coordination_client(), is_pointless, key, _SHORTEST_TICK_S)
+        return _ask_until(ask, is_pointless, _SHORTEST_TICK_S)
 
 
 def await_key(key: str, *, is_over: Callable[[], bool]) -> str | None:
@@ -91,18 +100,20 @@ def await_key(key: str, *, is_over: Callable[[], bool]) -> str | None:
     For threads that wait for what need not come: unlike `read_key`, the process does not count as
     waiting, and asks seldom.
     """
-    client = _jax.coordination_client()
+    ask = partial(_jax.value_of_key, _jax.coordination_client(), key)
     while True:
         try:
-            return _ask_until(client, is_over, key, _TICK_S)
+            return _ask_until(ask, is_over, _TICK_S)
         except jax.errors.JaxRuntimeError:  # If the service has gone, so has the job.
             _is_ending.wait(_CHECK_S)
         except Interrupted:
             return None
 
 
-def _ask_until(client: Any, is_over: Callable[[], bool], key: str, shortest_s: float) -> str | None:
-    """Asks for a key again and again, until it exists or `is_over` is true."""
+def _ask_until(
+    ask: Callable[[], _T | None], is_over: Callable[[], bool], shortest_s: float
+) -> _T | None:
+    """Asks the service again and again, until it has an answer or `is_over` is true."""
     shortest_s = max(shortest_s, _PER_PROCESS_S * jax.process_count())
     longest_s = max(_TICK_S, jax.process_count() / 200)
     began_at = time.monotonic()
@@ -112,7 +123,7 @@ def _ask_until(client: Any, is_over: Callable[[], bool], key: str, shortest_s: f
     try:
         while not (is_over() or _is_ending.is_set()):
             raise_if_ended()
-            if (value := _jax.value_of_key(client, key)) is not None:
+            if (value := ask()) is not None:
                 return value
             waited_s = time.monotonic() - began_at
             _is_ending.wait(min(max(shortest_s, _LATER * waited_s), longest_s))
@@ -204,12 +215,16 @@ def _exchange(
         if found:
             client.key_value_delete(f"{folder}/{process}")
         return found
+
     # One process collects for all, so that the messages are as many as the processes, not as
     # their square.
-    others = [
-        read_key(f"{folder}/{other}", call, is_over=is_over, check=check) for other in together[1:]
-    ]
-    found = None if None in others else json.dumps([own, *others])
+    def said() -> list[str] | None:
+        texts = dict(client.key_value_dir_get(folder))
+        keys = [f"{folder}/{other}" for other in together[1:]]
+        return [own, *(texts[key] for key in keys)] if texts.keys() >= set(keys) else None
+
+    told = _await(said, call, is_over, check)
+    found = json.dumps(told) if told else None
     client.key_value_set(f"{folder}/all", found or "")
     if has_said:
         client.key_value_delete(f"{folder}/{first}")

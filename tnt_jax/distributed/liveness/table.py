@@ -70,10 +70,11 @@ def exchange(
     name: str, text: str, process: int, num_processes: int, *, timeout_s: int
 ) -> list[str]:
     """Returns the texts of all processes at the start, before anyone watches whether they come."""
-    client = _jax.coordination_client()
-    client.key_value_set(f"tnt_jax/{name}/{process}", text)
-    keys = [f"tnt_jax/{name}/{other}" for other in range(num_processes)]
-    return [client.blocking_key_value_get(key, timeout_s * 1000) for key in keys]
+    client, folder = _jax.coordination_client(), f"tnt_jax/{name}"
+    client.key_value_set(f"{folder}/{process}", text)
+    client.wait_at_barrier(folder, timeout_s * 1000)
+    texts = _by_process(client, folder)
+    return [texts[other] for other in range(num_processes)]
 
 
 def post_pid(client: Any, process: int) -> None:
