@@ -9,6 +9,7 @@ import ctypes
 import fcntl
 import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import secrets
@@ -81,71 +82,77 @@ def join(devices: Sequence[Any], *, is_wanted: bool = True) -> None:
     alone on its machine.
     """
     process = jax.process_index()
-    machines = meet(_CALL, f"{machine_id('net')} {machine_id('pid')}")
-    members = [other for other, machine in enumerate(machines) if machine == machines[process]]
-    hosts = [
-        [x.id for x in devices if machines[x.process_index] == machine]
-        for machine in dict.fromkeys(machines)
-    ]
-    own = [x.id for x in devices if x.process_index in members]
-    if len(set(machines)) == len(machines):
-        return
-    library, place, problem = None, "", ""
+    # That of the first process of a machine will be in use.
+    memory, place, why_not = _offered()
     if not is_wanted:
-        problem = f"TNT_SHARED_MEMORY is 0 in process {process}"
-    elif len(own) > _MOST_RANKS:
-        problem = f"a machine has {len(own)} ranks, more than {_MOST_RANKS}"
-    else:
-        library, place, problem = _prepared(is_first=process == members[0])
-    cores = ",".join(map(str, os.sched_getaffinity(0)))
-    told = [text.split("|", 2) for text in meet(_CALL, f"{place}|{cores}|{problem}")]
-    problems = [problem for _, _, problem in told if problem]
-    if library is not None and not problems:
-        num_cores = len({core for other in members for core in told[other][1].split(",")})
-        looking_us = _LOOKING_US if len(own) <= num_cores else 0
-        problem = _opened(library, told[members[0]][0], members, own, looking_us)
-        problems = [text for text in meet(_CALL, problem) if text]
-        handler = jax.ffi.pycapsule(library.tnt_jax_sum)
-        if not problems and _jax.replace_sums(TARGET, handler, hosts):
+        why_not = f"TNT_SHARED_MEMORY is 0 in process {process}"
+    try:
+        cores = ",".join(map(str, os.sched_getaffinity(0)))
+        own = [f"{machine_id('net')} {machine_id('pid')}", place, cores, why_not]
+        machines, places, all_cores, problems = zip(
+            *map(json.loads, meet(_CALL, json.dumps(own))), strict=True
+        )
+        ranks_of: dict[str, list[int]] = {machine: [] for machine in machines}
+        for device in devices:
+            ranks_of[machines[device.process_index]].append(device.id)
+        if len(ranks_of) == len(machines):
+            return
+        problems = [*filter(None, problems)]
+        if (most := max(map(len, ranks_of.values()))) > _MOST_RANKS:
+            problems.append(f"a machine has {most} ranks, more than {_MOST_RANKS}")
+        if not problems:
+            members = [i for i, machine in enumerate(machines) if machine == machines[process]]
+            ranks = ranks_of[machines[process]]
+            num_cores = len({core for i in members for core in all_cores[i].split(",")})
+            looking_us = _LOOKING_US if len(ranks) <= num_cores else 0
+            library, problem = _opened(places[members[0]], members, ranks, looking_us)
             _library.set(library)
-            _open.set(len(hosts))
-        else:
-            library.tnt_jax_sums_close()
+            if library is not None and process == members[0]:
+                memory = None
+            problems = [*filter(None, meet(_CALL, problem))]
+            if library is not None and not problems:
+                handler = jax.ffi.pycapsule(library.tnt_jax_sum)
+                if _jax.replace_sums(TARGET, handler, list(ranks_of.values())):
+                    _open.set(len(ranks_of))
+                    return
+            if library is not None:
+                _close(library)
+            _library.set(None)
+    finally:
+        if memory is not None:
+            os.close(memory)
     if problems and process == 0:
         logger.info("Processes of one machine sum through sockets, because %s.", problems[0])
 
 
-def _prepared(*, is_first: bool) -> tuple[ctypes.CDLL | None, str, str]:
-    """Returns the library, the place of a first process's memory, and what is in the way."""
+def _offered() -> tuple[int | None, str, str]:
+    """Returns the descriptor of new memory, where others find it, and what is in the way."""
     try:
-        library = load_library()
-        if not is_first:
-            return library, "", ""
-        memory = os.memfd_create("tnt_jax_sums")
-        token = secrets.token_bytes(_TOKEN_BYTES)
+        memory, token = os.memfd_create("tnt_jax_sums"), secrets.token_bytes(_TOKEN_BYTES)
         os.write(memory, token)
-        return library, f"{os.getpid()} {memory} {token.hex()}", ""
+        return memory, f"{os.getpid()} {memory} {token.hex()}", ""
     except OSError as error:
         return None, "", str(error)
 
 
 def _opened(
-    library: ctypes.CDLL,
-    place: str,
-    members: Sequence[int],
-    device_ids: Sequence[int],
-    looking_us: int,
-) -> str:
-    """Returns why this process cannot take part, `""` if it does."""
+    place: str, members: Sequence[int], device_ids: Sequence[int], looking_us: int
+) -> tuple[ctypes.CDLL | None, str]:
+    """Returns the library, with the memory at `place` open, and what is in the way."""
     pid, number, token = place.split(" ")
     memory = int(number)
     try:
+        library = load_library()
+    except OSError as error:
+        return None, str(error)
+    try:
+        # To close another descriptor of its own memory would end this process's lock on it.
         if int(pid) != os.getpid():
             memory = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         if os.pread(memory, _TOKEN_BYTES, 0).hex() != token:
-            return f"the memory of process id {pid} is not that of this job"
+            return None, f"the memory of process id {pid} is not that of this job"
     except OSError as error:
-        return f"a process cannot open the memory of another: {error}"
+        return None, f"a process cannot open the memory of another: {error}"
     processes = (ctypes.c_int32 * len(members))(*members)
     numbers = (ctypes.c_int32 * len(device_ids))(*device_ids)
     failed = library.tnt_jax_sums_open(
@@ -157,7 +164,9 @@ def _opened(
         numbers,
         looking_us,
     )
-    return f"shared memory cannot be used: {os.strerror(failed)}" if failed else ""
+    if failed:
+        return None, f"shared memory cannot be used: {os.strerror(failed)}"
+    return library, ""
 
 
 def load_library() -> ctypes.CDLL:
