@@ -7,6 +7,7 @@ its last step (`Recovery`); `evaluate` and `predict`, which change nothing, begi
     logs = call.repeat(compute)  # It calls `call.begin` once its data is open.
 """
 
+import importlib
 import json
 import os
 import socket
@@ -112,6 +113,8 @@ class Call:
             return
         self._link, self.joins = self._line, not self._line.has_joined
         if self.joins:
+            # The first program that jax.export has written imports it, and the others would wait.
+            importlib.import_module("scipy.linalg")
             return
         obstacles = collectives.agree(self._name, {}, note=why_not())
         obstacle = next(filter(None, obstacles), "")
