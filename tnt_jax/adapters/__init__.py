@@ -33,11 +33,9 @@ def wrap(
             f"call keras.config.set_dtype_policy({precision!r}) before its layers are made."
         )
     adapter = with_precision(adapter, precision)
-    return (
-        adapter
-        if trainable is None and not frozen
-        else PartlyTrained(adapter, trainable=trainable, frozen=frozen)
-    )
+    if trainable is None and not frozen:
+        return adapter
+    return PartlyTrained(adapter, trainable=trainable, frozen=frozen)
 
 
 def adapter_for(
