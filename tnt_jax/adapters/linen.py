@@ -25,22 +25,6 @@ _eval_shape = jax.eval_shape
 _PARAM_CODES = [code for code in Scope.param.__code__.co_consts if isinstance(code, CodeType)]
 
 
-class InitializerShapes:
-    """Stands for `jax.eval_shape`: Flax traces each initializer again in every trace."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, Any] = {}
-
-    def eval_shape(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Returns what `jax.eval_shape` does."""
-        call = _initializer_call(function)
-        if call is None:
-            return _eval_shape(function, *args, **kwargs)
-        if call not in self._known:
-            self._known[call] = _eval_shape(function, *args, **kwargs)
-        return self._known[call]
-
-
 def _initializer_call(function: Callable) -> Any:
     """Returns an initializer and its arguments if Flax calls it in `function`; None otherwise."""
     code = getattr(function, "__code__", None)
@@ -78,7 +62,7 @@ class LinenAdapter(Adapter):
         self.name = module.name or type(module).__name__
         self._given = variables
         self._style = CallStyle.of(module.__call__)
-        self._shapes = InitializerShapes()
+        self._shapes: dict[Any, Any] = {}
         self.draws: dict[Any, Draws] = {}
         self.has_warned = False
 
@@ -111,7 +95,7 @@ class LinenAdapter(Adapter):
         variables = {"params": params, **model_state}
         # Linen falls back to the stream "params" for every stream it is not given.
         rngs = {"params": jax.random.fold_in(key, 0)}
-        known_shapes = replaced(jax, {"eval_shape": self._shapes.eval_shape})
+        known_shapes = replaced(jax, {"eval_shape": self._eval_shape})
         if not train:
             no_dropout = replaced(nn.Module, {"make_rng": _make_rng_in_evaluation})
             with explained(self.name, inputs, train=False), known_shapes, no_dropout:
@@ -126,11 +110,17 @@ class LinenAdapter(Adapter):
             )
         sown = [changed.get(name, {}) for name in LOSSES]
         penalty = sum((jnp.sum(x) for x in jax.tree.leaves(sown)), start=0.0)
-        return Applied(
-            outputs,
-            {name: changed.get(name, value) for name, value in model_state.items()},
-            penalty,
-        )
+        state = {name: changed.get(name, value) for name, value in model_state.items()}
+        return Applied(outputs, state, penalty)
+
+    def _eval_shape(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Stands for `jax.eval_shape`: Flax traces each initializer again in every trace."""
+        call = _initializer_call(function)
+        if call is None:
+            return _eval_shape(function, *args, **kwargs)
+        if call not in self._shapes:
+            self._shapes[call] = _eval_shape(function, *args, **kwargs)
+        return self._shapes[call]
 
     def export(self, variables: Variables) -> dict[str, Any]:
         """Returns variables in the form that `module.apply` takes."""
@@ -148,11 +138,8 @@ class LinenAdapter(Adapter):
         return jax.jit(lambda key, args: self.module.init(key, *args, **kwargs)), args
 
     def _separated(self, variables: Mapping[str, Any]) -> Variables:
-        others = {
-            name: value
-            for name, value in variables.items()
-            if name not in ("params", "intermediates", *LOSSES)
-        }
+        left_out = ("params", "intermediates", *LOSSES)
+        others = {name: value for name, value in variables.items() if name not in left_out}
         return Variables(variables.get("params", {}), others)
 
 
@@ -167,12 +154,9 @@ def _make_rng_in_evaluation(module: nn.Module, name: str = "params") -> jax.Arra
 
 
 def statistics_without_padding(mask: jax.Array | None) -> Callable:
-    """Returns an interceptor that keeps masked rows out of the statistics of `nn.BatchNorm`.
+    """Returns an interceptor that keeps masked rows out of the statistics of `nn.BatchNorm`."""
 
-    Linen's own `mask` argument cannot be used: with `axis_name` it averages the means of ranks
-    without weighting them by their rows.
-    """
-
+    # Linen's own `mask` averages the means of ranks without weighting them by their rows.
     def intercept(
         call: Callable, args: tuple, kwargs: dict[str, Any], context: nn.module.InterceptorContext
     ) -> Any:
@@ -181,14 +165,14 @@ def statistics_without_padding(mask: jax.Array | None) -> Callable:
             return call(*args, **kwargs)
         x, inference = _batch_norm_arguments(layer, *args, **kwargs)
         row_is_elsewhere = x.shape[0] != mask.shape[0] or layer.axis % x.ndim == 0
-        if (
-            inference
-            or row_is_elsewhere
-            or layer.axis_index_groups is not None
-            or kwargs.get("mask") is not None
-        ):
+        is_masked = kwargs.get("mask") is not None
+        if inference or row_is_elsewhere or is_masked or layer.axis_index_groups is not None:
             return call(*args, **kwargs)
-        return _masked_batch_norm(layer, x, mask)
+        mean, var = real_row_moments(x, mask, feature_dim=layer.axis, axis_name=layer.axis_name)
+        for name, value in (("mean", mean), ("var", var)):
+            moving = layer.momentum * layer.get_variable("batch_stats", name)
+            layer.put_variable("batch_stats", name, moving + (1 - layer.momentum) * value)
+        return _normalized(layer, x, mean, var)
 
     return intercept
 
@@ -199,16 +183,6 @@ def _batch_norm_arguments(
     return x, bool(
         nn.merge_param("use_running_average", layer.use_running_average, use_running_average)
     )
-
-
-def _masked_batch_norm(layer: nn.BatchNorm, x: jax.Array, mask: jax.Array) -> jax.Array:
-    """Returns what `layer` computes in training from the real rows of `x` `[rows, ...]` alone."""
-    feature_dim = layer.axis
-    mean, var = real_row_moments(x, mask, feature_dim=feature_dim, axis_name=layer.axis_name)
-    for name, value in (("mean", mean), ("var", var)):
-        old = layer.get_variable("batch_stats", name)
-        layer.put_variable("batch_stats", name, layer.momentum * old + (1 - layer.momentum) * value)
-    return _normalized(layer, x, mean, var)
 
 
 def by_moving_statistics(
@@ -225,10 +199,9 @@ def by_moving_statistics(
 
 
 def _normalized(layer: nn.BatchNorm, x: jax.Array, mean: jax.Array, var: jax.Array) -> jax.Array:
-    feature_dim = layer.axis
     scale = layer.get_variable("params", "scale") if layer.use_scale else None
     bias = layer.get_variable("params", "bias") if layer.use_bias else None
     y = normalize(
-        x, mean, var, scale=scale, bias=bias, feature_dim=feature_dim, epsilon=layer.epsilon
+        x, mean, var, scale=scale, bias=bias, feature_dim=layer.axis, epsilon=layer.epsilon
     )
     return y.astype(layer.dtype or x.dtype)

@@ -36,9 +36,9 @@ class NnxAdapter(Adapter):
 
     def __init__(self, module: nnx.Module) -> None:
         if not callable(module):
+            kind = type(module).__name__
             raise TypeError(
-                f"An NNX module must be callable to be trained, but {type(module).__name__} has no "
-                "__call__."
+                f"An NNX module must be callable to be trained, but {kind} has no __call__."
             )
         self.module = module
         self.name = type(module).__name__
@@ -89,10 +89,9 @@ class NnxAdapter(Adapter):
     def axis_names(self) -> Mapping[str, tuple[str | None, ...]]:
         """Returns the metadata `sharding` of the module's parameters, by path."""
         params = nnx.state(self.module, nnx.Param)
-        named = {
-            "/".join(_names(path)): _axis_names(leaf) for path, leaf in nnx.to_flat_state(params)
-        }
-        return {path: names for path, names in named.items() if names}
+        leaves = nnx.to_flat_state(params)
+        named = (("/".join(_names(path)), _axis_names(leaf)) for path, leaf in leaves)
+        return {path: names for path, names in named if names}
 
     def export(self, variables: Variables) -> nnx.State:
         """Returns variables as a state for `nnx.update(module, state)`."""
@@ -100,10 +99,8 @@ class NnxAdapter(Adapter):
 
     def trains_others(self) -> bool:
         """Returns whether the module has other variables than when last read or written."""
-        held, seen = (
-            [(path, id(leaf)) for path, leaf, _ in listed]
-            for listed in (self._held_arrays(), self._seen)
-        )
+        both = (self._held_arrays(), self._seen)
+        held, seen = ([(path, id(leaf)) for path, leaf, _ in listed] for listed in both)
         return held != seen
 
     def has_assigned(self) -> bool:
@@ -135,10 +132,8 @@ class NnxAdapter(Adapter):
 
     def _state(self, variables: Variables) -> nnx.State:
         """Returns the given arrays as the state of the module without its random streams."""
-        arrays = {
-            **traverse_util.flatten_dict(variables.params),
-            **traverse_util.flatten_dict(variables.model_state),
-        }
+        params, model_state = map(traverse_util.flatten_dict, variables)
+        arrays = {**params, **model_state}
         leaves = nnx.to_flat_state(nnx.state(self.module, _is_kept))
         missing = ["/".join(_names(path)) for path, _ in leaves if _names(path) not in arrays]
         if missing:
@@ -152,28 +147,19 @@ class NnxAdapter(Adapter):
 
 
 class _BatchNormOfRealRows(nnx.BatchNorm):
-    """A batch normalisation that leaves out padded rows by the mask `real_rows` `[rows]`.
-
-    NNX's own `mask` argument cannot be used: with `axis_name` it averages the means of ranks
-    without weighting them by their rows.
-    """
+    """A batch normalisation that leaves out padded rows by the mask `real_rows` `[rows]`."""
 
     real_rows: jax.Array
 
-    def __call__(
-        self,
-        x: jax.Array,
-        use_running_average: bool | None = None,
-        *,
-        mask: jax.Array | None = None,
-    ) -> jax.Array:
-        return batch_norm_of(self.real_rows)(self, x, use_running_average, mask=mask)
+    def __call__(self, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        return batch_norm_of(self.real_rows)(self, x, *args, **kwargs)
 
 
 def batch_norm_of(real_rows: jax.Array) -> Callable:
     """Returns an `nnx.BatchNorm.__call__` that leaves out rows with a 0 in `real_rows`."""
     original = nnx.BatchNorm.__call__
 
+    # NNX's own `mask` averages the means of ranks without weighting them by their rows.
     def call(
         layer: nnx.BatchNorm,
         x: jax.Array,
@@ -195,9 +181,8 @@ def batch_norm_of(real_rows: jax.Array) -> Callable:
         y = normalize(
             x, mean, var, scale=scale, bias=bias, feature_dim=layer.axis, epsilon=layer.epsilon
         )
-        return y.astype(
-            layer.dtype or jnp.result_type(x, *(v for v in (scale, bias) if v is not None))
-        )
+        given = (v for v in (x, scale, bias) if v is not None)
+        return y.astype(layer.dtype or jnp.result_type(*given))
 
     return call
 
@@ -216,17 +201,11 @@ def reseeded(random: nnx.State, key: jax.Array) -> nnx.State:
     streams = []
     for index, (path, leaf) in enumerate(nnx.to_flat_state(random)):
         value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-        fresh = (
-            _keys(jax.random.fold_in(key, index), value.shape)
-            if _jax.is_key(value)
-            else jnp.zeros_like(value)
-        )
+        fresh = jax.random.fold_in(key, index) if _jax.is_key(value) else jnp.zeros_like(value)
+        if _jax.is_key(value) and value.shape:
+            fresh = jax.random.split(fresh, value.shape)
         streams.append((path, _with_value(leaf, fresh)))
     return nnx.from_flat_state(streams)
-
-
-def _keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return key if shape == () else jax.random.split(key, shape)
 
 
 def _changed(module: nnx.Module, before: Any) -> Any:
@@ -267,11 +246,8 @@ def _with_value(leaf: Any, value: Any) -> Any:
 def _axis_names(variable: Any) -> tuple[str | None, ...]:
     """Returns the names of the dimensions in a variable's metadata; none if it has none."""
     # Differs by version of Flax: "sharding", "sharding_names" or "out_sharding".
-    known = variable.get_metadata()
-    found = [
-        known[name] for name in ("sharding_names", "out_sharding", "sharding") if known.get(name)
-    ]
-    return tuple(found[0]) if found else ()
+    found = map(variable.get_metadata().get, ("sharding_names", "out_sharding", "sharding"))
+    return tuple(next(filter(None, found), ()))
 
 
 def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
