@@ -178,15 +178,11 @@ class CallStyle:
         """Returns the style of a bound call method."""
         parameters = inspect.signature(call).parameters.values()
         flags = tuple(p.name for p in parameters if p.name in TRAIN_FLAGS)
-        named = [
-            p
-            for p in parameters
-            # Random streams are not inputs: tnt_jax passes them to an NNX module.
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-            and p.name not in (*flags, "rngs")
-        ]
-        positional = [p for p in named if p.kind is not p.KEYWORD_ONLY]
         variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        # Random streams are not inputs: tnt_jax passes them to an NNX module.
+        inputs = [p for p in parameters if p.name not in (*flags, "rngs")]
+        named = [p for p in inputs if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        positional = [p for p in named if p.kind is not p.KEYWORD_ONLY]
         return cls(
             flags=flags,
             unpack=variadic or len(positional) > 1,
@@ -209,24 +205,19 @@ class CallStyle:
         required keys or has unknown ones is a `CallError`.
         """
         flags = {flag: TRAIN_FLAGS[flag] is train for flag in self.flags}
-        if (
-            isinstance(inputs, Mapping)
-            and inputs
-            and (set(inputs) & set(self.names) or len(self.required) > 1)
-        ):
-            self._check_keys(inputs)
-            return (), {**inputs, **flags}
         if isinstance(inputs, (tuple, list)) and self.unpack:
             return tuple(inputs), flags
-        return (inputs,), flags
-
-    def _check_keys(self, inputs: Mapping[str, Any]) -> None:
+        if not isinstance(inputs, Mapping) or not inputs:
+            return (inputs,), flags
+        if not set(inputs) & set(self.names) and len(self.required) <= 1:
+            return (inputs,), flags
         if not self.required <= set(inputs) <= set(self.names):
             raise CallError(
                 f"The module's call takes {', '.join(self.names)}, but the inputs are a dict with "
                 f"the keys {', '.join(map(str, inputs))}. Let the keys be the names of the "
                 "arguments."
             )
+        return (), {**inputs, **flags}
 
 
 class VariablePath(str):
