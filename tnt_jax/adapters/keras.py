@@ -64,7 +64,7 @@ class KerasAdapter(Adapter):
         # Trained and other variables by path, as of the last call of `attach`.
         self._parts: tuple[dict[VariablePath, keras.Variable], ...] = ({}, {})
         # When the variables were last read or written: their arrays, and what was trained.
-        self._seen: list[tuple[VariablePath, keras.Variable, Any]] = []
+        self._seen: list[tuple[str, keras.Variable, Any]] = []
         self._flags: list[Any] = []
         self._sample: Any = None
         self.has_warned = False
@@ -83,10 +83,9 @@ class KerasAdapter(Adapter):
                 layer.built for layer in self._layers() if layer is not self.module
             )
             return () if is_built and self._sample is None else self._sample
-        given = inputs[0] if len(inputs) == 1 else self.module.input
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((1, *(size or 1 for size in x.shape[1:])), x.dtype),
-            given,
+            inputs[0] if len(inputs) == 1 else self.module.input,
         )
 
     def init(self, inputs: Any, *, seed: int) -> Variables:
@@ -135,22 +134,21 @@ class KerasAdapter(Adapter):
         check_trains_the_same(self)
         num_rows = jax.tree.leaves(inputs)[0].shape[0]
         values = self._by_variable(params, model_state)
-        trained = {
-            id(v): jnp.zeros(v.shape, v.dtype)
-            for metric in self._metrics()
-            for v in metric.variables
-        }
+        zeros = {id(v): jnp.zeros(v.shape, v.dtype) for m in self._metrics() for v in m.variables}
         with layers_of_a_rank(
             self._layers(), key=key, mask=mask, num_rows=num_rows, synchronized=self._synchronized
         ) as regularized:
-            call = self._call({**values, **trained}, inputs, train=train)
+            call = self._call({**values, **zeros}, inputs, train=train)
         if mask is not None:
-            self._warn_of_repeated_rows(call.losses, len(regularized), num_rows)
+            # But for regularizers.
+            num_scalar = sum(loss.shape[:1] != (num_rows,) for loss in call.losses)
+            if num_scalar > len(regularized) + len(self._regularized_variables()):
+                advice = "Add one value per row, [rows], to leave them out (add_loss). "
+                warn_of_repeated_rows(self, advice)
         changed = self._state(call.values) if train else model_state
         penalty = penalty_of(call.losses, self._kinds[train], mask, num_rows)
-        return Applied(
-            call.outputs, changed, penalty, self._increments(call.values, mask, num_rows)
-        )
+        increments = self._increments(call.values, mask, num_rows)
+        return Applied(call.outputs, changed, penalty, increments)
 
     def held_variables(self) -> Mapping[str, keras.Variable]:
         """Returns all variables by path."""
@@ -164,9 +162,8 @@ class KerasAdapter(Adapter):
         """Returns the results of the layers' metrics by name."""
         results = {}
         for metric, values in zip(self._metrics(), sums, strict=True):
-            with keras.StatelessScope(
-                state_mapping=list(zip(metric.variables, map(jnp.asarray, values), strict=True))
-            ):
+            mapping = zip(metric.variables, map(jnp.asarray, values), strict=True)
+            with keras.StatelessScope(state_mapping=list(mapping)):
                 results[metric.name] = float(metric.result())
         return results
 
@@ -194,11 +191,9 @@ class KerasAdapter(Adapter):
         """Returns variables with the arrays that were assigned to the model's own."""
         assigned = {path: v._value for path, v, array in self._seen if v._value is not array}
         self._seen = self._held_arrays()
-        parts = (
-            type(part)((path, assigned.get(path, array)) for path, array in part.items())
-            for part in variables
+        return Variables(
+            *(type(x)((path, assigned.get(path, x[path])) for path in x) for x in variables)
         )
-        return Variables(*parts)
 
     def _trainable_flags(self) -> list[Any]:
         # A frozen layer may have no trained variable, and batch normalisation then uses its moving
@@ -207,15 +202,11 @@ class KerasAdapter(Adapter):
         flags = [id(v) in trained for v in self.module.variables]
         return [flags, [layer.trainable for layer in self._layers()]]
 
-    def _held_arrays(self) -> list[tuple[VariablePath, keras.Variable, Any]]:
+    def _held_arrays(self) -> list[tuple[str, keras.Variable, Any]]:
         # Without the states of seed generators, which are not used and change with every call in
         # training mode. The public `value` of a variable costs a microsecond.
-        return [
-            (path, v, v._value)
-            for part in self._parts
-            for path, v in part.items()
-            if v.name != _SEED
-        ]
+        held = self.held_variables().items()
+        return [(path, v, v._value) for path, v in held if v.name != _SEED]
 
     def _call(self, values: dict[int, Any], inputs: Any, *, train: bool) -> _Call:
         """Calls the model with the given variables and no side effects, as Keras's trainer does."""
@@ -235,27 +226,13 @@ class KerasAdapter(Adapter):
         values = {id(v): v.value for v in self._all_variables()}
         rows = jax.tree.map(_probe_rows, inputs)
         losses = jax.eval_shape(lambda rows: self._call(values, rows, train=train).losses, rows)
-        regularized = [v for v in self.module.trainable_variables if v.regularizer is not None]
-        if len(losses) == len(regularized):
+        if len(losses) == len(self._regularized_variables()):
             return ("mean",) * len(losses)
-        once, twice = (
-            self._call(values, batch, train=train).losses
-            for batch in (rows, jax.tree.map(lambda x: jnp.concatenate([x, x]), rows))
-        )
-        return kinds_of_losses(once, twice)
+        batches = (rows, jax.tree.map(lambda x: jnp.concatenate([x, x]), rows))
+        return kinds_of_losses(*(self._call(values, x, train=train).losses for x in batches))
 
-    def _warn_of_repeated_rows(
-        self, losses: list[jax.Array], num_regularized: int, num_rows: int
-    ) -> None:
-        """Warns once that padded rows count in scalar losses, but for regularizers."""
-        num_scalar = sum(loss.shape[:1] != (num_rows,) for loss in losses)
-        num_exact = num_regularized + sum(
-            v.regularizer is not None for v in self.module.trainable_variables
-        )
-        if num_scalar > num_exact:
-            warn_of_repeated_rows(
-                self, "Add one value per row, [rows], to leave them out (add_loss). "
-            )
+    def _regularized_variables(self) -> list[keras.Variable]:
+        return [v for v in self.module.trainable_variables if v.regularizer is not None]
 
     def _increments(
         self, values: dict[int, Any], mask: jax.Array | None, num_rows: int
@@ -263,13 +240,12 @@ class KerasAdapter(Adapter):
         """Returns what this rank adds to layers' metrics: means by its share of real rows."""
         real = jnp.asarray(float(num_rows)) if mask is None else jnp.sum(mask)
         share = real / psum(real)
-        factors = [
-            share if isinstance(metric, keras.metrics.Mean) else 1.0 for metric in self._metrics()
-        ]
-        return [
-            [jnp.asarray(values[id(v)]) * factor for v in metric.variables]
-            for metric, factor in zip(self._metrics(), factors, strict=True)
-        ]
+
+        def added(metric: keras.Metric) -> list[jax.Array]:
+            factor = share if isinstance(metric, keras.metrics.Mean) else 1.0
+            return [jnp.asarray(values[id(v)]) * factor for v in metric.variables]
+
+        return list(map(added, self._metrics()))
 
     def _by_variable(self, params: Any, model_state: Any) -> dict[int, Any]:
         paths = list(zip(self._parts, (params, model_state), strict=True))

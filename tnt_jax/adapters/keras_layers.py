@@ -34,9 +34,8 @@ def require_trainable(model: keras.Model) -> None:
                 "a state for each row of a batch, and rows lie on different ranks. Make it with "
                 "stateful=False, and give it whole sequences."
             )
-    direct = [
-        v.path for v in model.trainable_variables if getattr(v, "overwrite_with_gradient", False)
-    ]
+    trained = model.trainable_variables
+    direct = [v.path for v in trained if getattr(v, "overwrite_with_gradient", False)]
     if direct:
         raise ValueError(
             f"The Keras model {model.name!r} trains in float8: the scales {', '.join(direct[:4])} "
@@ -94,17 +93,15 @@ def _own_variables(layer: keras.Layer) -> Iterator[tuple[str, keras.Variable]]:
 
 def _children(layer: keras.Layer) -> Iterator[tuple[str, keras.Layer]]:
     remaining = {id(child): child for child in layer._layers}
-    if layer._obj_type() in (
-        "Sequential",
-        "Functional",
-    ):  # As in Keras's own files; the class Functional has no public name.
+    # As in Keras's own files; the class Functional has no public name.
+    if layer._obj_type() in ("Sequential", "Functional"):
         in_order = [remaining.pop(id(child)) for child in layer.layers if id(child) in remaining]
         yield from ((f"layers/{name}", child) for name, child in _by_class(in_order))
     held = list(_held(layer, remaining))
     yield from held
-    yield from _by_class(
-        [child for child in remaining.values() if all(child is not other for _, other in held)]
-    )
+    for _, child in held:
+        remaining.pop(id(child), None)
+    yield from _by_class(remaining.values())
 
 
 def _held(
@@ -127,7 +124,7 @@ def _held(
             yield from search(name, value)
 
 
-def _by_class(layers: Sequence[keras.Layer]) -> Iterator[tuple[str, keras.Layer]]:
+def _by_class(layers: Iterable[keras.Layer]) -> Iterator[tuple[str, keras.Layer]]:
     return _numbered((type(layer).__name__, layer) for layer in layers)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal
 
 import jax
@@ -19,8 +20,7 @@ Kind = Literal["mean", "sum"]
 def with_penalty_of_real_rows(apply: Callable) -> Callable:
     """Decorates an adapter's `apply`: a loss that is a mean over rows leaves out padded rows.
 
-    With padding, a loss that depends on rows is computed again for each row by itself. Where that
-    would change it, because rows are normalised together, it is kept with a warning.
+    It is computed again for each row by itself, unless that would change it: then it warns.
     """
 
     @functools.wraps(apply)
@@ -43,14 +43,11 @@ def with_penalty_of_real_rows(apply: Callable) -> Callable:
             return applied
         rows_differ = jax.tree.leaves(inputs)[0].shape[0] != mask.shape[0]
         state_flags = {**flags, "state": jax.tree.map(lambda _: True, flags["state"])}
-        if rows_differ or _jax.communicates(traced) or _depends(traced, state_flags):
-            warn_of_repeated_rows(self)
-            return applied
-        try:
-            return applied._replace(penalty=_penalty_of_rows(forward, inputs, key, mask))
-        except DrawError:
-            warn_of_repeated_rows(self)
-            return applied
+        if not (rows_differ or _jax.communicates(traced) or _depends(traced, state_flags)):
+            with suppress(DrawError):
+                return applied._replace(penalty=_penalty_of_rows(forward, inputs, key, mask))
+        warn_of_repeated_rows(self)
+        return applied
 
     return wrapped
 
@@ -88,15 +85,9 @@ def warn_of_repeated_rows(adapter: Any, advice: str = "") -> None:
 
 
 def kinds_of_losses(once: list[Any], twice: list[Any]) -> tuple[Kind, ...]:
-    """Returns for each added loss whether it is a mean or a sum over the rows of a batch.
-
-    A mean does not change if each row is repeated, and neither does a weight regularizer; a sum
-    doubles. Losses are given of some rows, and of the same rows, each twice.
-    """
-    return tuple(
-        _kind(index, float(np.sum(a)), float(np.sum(b)))
-        for index, (a, b) in enumerate(zip(once, twice, strict=True))
-    )
+    """Returns for each added loss of some rows, and of these twice, if it is a mean or a sum."""
+    pairs = enumerate(zip(once, twice, strict=True))
+    return tuple(_kind(index, float(np.sum(a)), float(np.sum(b))) for index, (a, b) in pairs)
 
 
 def penalty_of(
@@ -104,34 +95,30 @@ def penalty_of(
 ) -> jax.Array | float:
     """Returns the added losses of one rank; their mean over ranks is that of the global batch.
 
-    Without padding this is exact. Padded rows of losses `[rows, ...]`, which Keras sums, are left
-    out. A scalar is weighted by its rank's share of the real rows, which is exact for weight and
-    activity regularizers, and for means of ranks without padding.
+    Padded rows of losses `[rows, ...]`, which Keras sums, are left out. A scalar is weighted by its
+    rank's share of the real rows, which is exact for regularizers, and without padding.
     """
     num_ranks = jax.lax.axis_size(_jax.rank_axes())
     penalty = 0.0
     for loss, kind in zip(losses, kinds, strict=True):
+        factor: jax.Array | float = 1.0
         if mask is not None and loss.shape[:1] == (num_rows,):
             loss = jnp.where(mask.reshape(-1, *(1,) * (loss.ndim - 1)) != 0, loss, 0)
-            factor = jnp.asarray(1.0)
         elif mask is not None:
             real = jnp.sum(mask)
             total = psum(real)
             # Where each rank's rows are computed by themselves, all of them may be padded.
             share = jnp.where(total == 0, 1.0, real / jnp.maximum(total, 1) * num_ranks)
             factor = real / num_rows if kind == "sum" else share
-        else:
-            factor = 1.0
         penalty += jnp.sum(loss.astype(jnp.float32)) * factor * (num_ranks if kind == "sum" else 1)
     return penalty
 
 
 def _kind(index: int, once: float, twice: float) -> Kind:
-    if once == twice:
-        return "mean"
+    # A mean, like a weight regularizer, does not change if each row is repeated; a sum doubles. The
+    # ranges are wide, because noise is drawn anew for each row.
     ratio = twice / once if once else np.inf
-    # Wide, because noise is drawn anew for each row.
-    if 0.7 < ratio < 1.4:
+    if once == twice or 0.7 < ratio < 1.4:
         return "mean"
     if 1.4 <= ratio < 2.8:
         return "sum"
