@@ -62,7 +62,7 @@ def rows_of(batches):
 @pytest.mark.parametrize("shuffle", [pytest.param(False, marks=pytest.mark.long), True])
 def test_union_of_processes_is_the_dataset(kwargs, shuffle):
     sources = [
-        PyDatasetSource(Batches(**kwargs), RankSlice(2, process), shuffle=shuffle)
+        PyDatasetSource(Batches(**kwargs), ReadOptions(RankSlice(2, process), shuffle=shuffle))
         for process in range(2)
     ]
     for epoch in range(2):
@@ -76,13 +76,13 @@ def test_union_of_processes_is_the_dataset(kwargs, shuffle):
 
 
 def test_infinite_dataset_goes_on():
-    batches = PyDatasetSource(Batches(None), RankSlice(2, 1)).batches(0, start_batch=3)
+    batches = PyDatasetSource(Batches(None), ReadOptions(RankSlice(2, 1))).batches(0, start_batch=3)
     assert [next(batches).data[0].tolist() for _ in range(3)] == [[14, 15], [18, 19], [22, 23]]
 
 
 def test_failing_batch_is_named():
     with pytest.raises(OSError, match="broken") as caught:
-        list(PyDatasetSource(Batches(bad=2, workers=2), RankSlice(1)).batches(0))
+        list(PyDatasetSource(Batches(bad=2, workers=2), ReadOptions(RankSlice(1))).batches(0))
     assert caught.value.__notes__ == ["This happened in batch 2 of Batches."]
 
 

@@ -28,16 +28,13 @@ reader_stopped: ContextVar[threading.Event | None] = ContextVar("reader_stopped"
 
 @dataclass(frozen=True)
 class Report:
-    """The report of a process on the rows of its next batches, and whether its data ends then.
-
-    `error` says what went wrong in its data; `batches` describes what must be the same in a batch
-    on all processes: rows, structure, shapes and dtypes.
-    """
+    """The report of a process on the rows of its next batches, and whether its data ends then."""
 
     num_rows: list[int]
     has_ended: bool
     local_ranks: int
     error: str = ""
+    # Of each batch what must be the same on all processes: rows, structure, shapes and dtypes.
     batches: list[str] = field(default_factory=list)
 
 
@@ -93,8 +90,7 @@ class Exchange:
     """Rounds in which every process posts one report and reads those of all; its name is unique."""
 
     def __init__(self, board: CoordinationBoard, name: str) -> None:
-        self._board = board
-        self._name = name
+        self._board, self._name = board, name
         self._posted = self._read = 0
 
     def post(self, report: Report) -> None:
@@ -142,11 +138,7 @@ class ReadAhead:
     """
 
     def __init__(
-        self,
-        batches: Iterator[Any],
-        describe: Callable[[Any], tuple[int, str]],
-        *,
-        local_ranks: int = 0,
+        self, batches: Iterator[Any], describe: Callable[[Any], tuple[int, str]], local_ranks: int
     ) -> None:
         self._batches = batches
         self._describe = describe

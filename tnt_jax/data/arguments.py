@@ -48,16 +48,12 @@ def takes_batch_size(x: Any) -> bool:
 
 
 def is_taken_apart(x: Any, y: Any, sample_weight: Any) -> bool:
-    """Returns whether `x` alone may be `(inputs, targets)` or `(inputs, targets, weights)`.
-
-    It must be a tuple or list of two or three arrays. A tuple or list that holds only tuples or
-    dicts is a stream of batches.
-    """
+    """Returns whether `x` alone may be `(inputs, targets)` or `(inputs, targets, weights)`."""
     if y is not None or sample_weight is not None or not isinstance(x, (tuple, list)):
         return False
-    kinds_in_streams = (tuple, Mapping, int, float)
-    are_parts = 2 <= len(x) <= 3 and all(map(is_arrays, x))
-    return are_parts and not all(isinstance(part, kinds_in_streams) for part in x)
+    # A tuple or list that holds only tuples or dicts is a stream of batches.
+    are_batches = all(isinstance(part, (tuple, Mapping, int, float)) for part in x)
+    return 2 <= len(x) <= 3 and not are_batches and all(map(is_arrays, x))
 
 
 def is_tf_dataset(x: Any) -> bool:
@@ -72,12 +68,12 @@ def check_arguments(x: Any, y: Any, sample_weight: Any) -> None:
             "x or y is one sparse array, but a batch is dense. Pass a generator or a PyDataset "
             "that yields sparse batches, each of which is made dense, or a dense array."
         )
-    missing = [key for key in x if x[key] is None] if isinstance(x, Mapping) else []
-    if missing:
-        raise ValueError(
-            f"x[{missing[0]!r}] is None, but each input of a dict is an array. Leave the key out, "
-            "or pass an array."
-        )
+    for key in x if isinstance(x, Mapping) else ():
+        if x[key] is None:
+            raise ValueError(
+                f"x[{key!r}] is None, but each input of a dict is an array. Leave the key out, or "
+                "pass an array."
+            )
     for name, value, other in (("x", x, y), ("y", y, x), ("sample_weight", sample_weight, None)):
         is_text = isinstance(value, (list, tuple)) and value and isinstance(value[0], str)
         if not is_text and not is_arrays(value):
@@ -126,19 +122,18 @@ def check_numbers(name: str, leaf: Any) -> None:
     array = np.asarray(leaf)  # A pandas column may have a dtype of its own and still hold numbers.
     if _is_number(array.dtype):
         return
-    example = array.reshape(-1)[0] if array.size else None
+    example = next(array.flat, None)
     if isinstance(example, (list, tuple, np.ndarray)):
         raise ValueError(
             f"{name} holds rows of different lengths (dtype {dtype}, the first has {len(example)} "
             "values), but a batch is an array of rows of one length. Pad them to one length and "
             "mask what is padding."
         )
-    advice = _ADVICE.get(name, "Pass numbers.")
     is_text = isinstance(example, (str, bytes))
     kind = "text" if is_text else f"objects of the type {type(example).__name__}"
     raise ValueError(
         f"{name} holds {kind} (dtype {dtype}), such as {str(example)!r}, but a step computes with "
-        f"numbers. {advice}"
+        f"numbers. {_ADVICE.get(name, 'Pass numbers.')}"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import jax
 
 from tnt_jax.data.arguments import is_arrays, is_tf_dataset, takes_batch_size
+from tnt_jax.data.elements import is_of_library
 from tnt_jax.data.indexed.grain import rows_of_batched
 from tnt_jax.data.indexed.pydataset import PyDatasetSource, is_py_dataset
 from tnt_jax.data.indexed.random_access import RandomAccess, RandomAccessSource
@@ -21,9 +22,8 @@ from tnt_jax.data.sources import (
     Source,
     array_source,
     given_batch_size,
-    gives_batches,
-    is_grain_map_dataset,
     num_shards,
+    stages_of,
     warn_once,
 )
 from tnt_jax.data.tables.rows import columns, is_hugging_face
@@ -57,13 +57,7 @@ def as_source(x: Any, y: Any, sample_weight: Any, options: ReadOptions) -> Sourc
         _check_distributed("Token batches", options)
         return TokenBatchSource(x, options.rank_slice)
     if is_py_dataset(x):
-        return PyDatasetSource(
-            x,
-            options.rank_slice,
-            micro_batch_size=options.micro_batch_size,
-            shuffle=options.shuffle,
-            seed=options.seed,
-        )
+        return PyDatasetSource(x, options)
     if isinstance(x, TfData) or is_tf_dataset(x):
         return tf_source(x, options)
     if is_hugging_face(x, "IterableDataset"):
@@ -71,7 +65,7 @@ def as_source(x: Any, y: Any, sample_weight: Any, options: ReadOptions) -> Sourc
             "A datasets.IterableDataset gives rows, not batches: pass "
             "tnt_jax.data.stream_columns(stream, batch_size, inputs=..., targets=...)."
         )
-    if isinstance(x, Iterable) or is_grain_map_dataset(x):
+    if isinstance(x, Iterable) or is_of_library(x, "grain", "MapDataset"):
         return _iterable_source(x, options)
     raise TypeError(
         "x must be arrays, a tf.data.Dataset, an iterable of batches or a source, but is "
@@ -96,10 +90,9 @@ def _check_arguments(x: Any, y: Any, sample_weight: Any, options: ReadOptions) -
         )
     if options.batch_size is None:
         return
-    is_tf = isinstance(x, TfData) or is_tf_dataset(x)
-    way_out = (
-        f", and batch the dataset itself: dataset.batch({options.batch_size})" if is_tf else ""
-    )
+    way_out = ""
+    if isinstance(x, TfData) or is_tf_dataset(x):
+        way_out = f", and batch the dataset itself: dataset.batch({options.batch_size})"
     raise ValueError(
         f"batch_size={options.batch_size} was passed with a {type(x).__name__}, which is already "
         "batched. Leave it (and validation_batch_size for validation data of this kind) "
@@ -109,9 +102,13 @@ def _check_arguments(x: Any, y: Any, sample_weight: Any, options: ReadOptions) -
 
 def gives_examples(x: Any) -> bool:
     """Returns whether `x` gives examples by index, as TFDS, Grain and PyTorch datasets do."""
-    has_items = hasattr(x, "__len__") and hasattr(x, "__getitem__")
-    is_other = isinstance(x, (list, tuple, Mapping, str)) or is_py_dataset(x) or is_tf_dataset(x)
-    return has_items and not is_other and not (is_grain_map_dataset(x) and gives_batches(x))
+    if not (hasattr(x, "__len__") and hasattr(x, "__getitem__")):
+        return False
+    if isinstance(x, (list, tuple, Mapping, str)) or is_py_dataset(x) or is_tf_dataset(x):
+        return False
+    # The operations of a Grain dataset tell whether its elements are batches.
+    makes_batches = (type(stage).__name__.endswith("BatchMapDataset") for stage in stages_of(x))
+    return not (is_of_library(x, "grain", "MapDataset") and any(makes_batches))
 
 
 def _check_distributed(what: str, options: ReadOptions) -> None:

@@ -17,14 +17,13 @@ OnError = Literal["raise", "skip"]
 
 def is_of_library(x: Any, package: str, name: str) -> bool:
     """Returns whether `x` is of a class in a package, which is not imported to find out."""
-    return any(
-        cls.__name__ == name and cls.__module__.startswith(f"{package}.") for cls in type(x).__mro__
-    )
+    of_name = [cls.__module__ for cls in type(x).__mro__ if cls.__name__ == name]
+    return any(f"{module}.".startswith(f"{package}.") for module in of_name)
 
 
 def is_torch_tensor(x: Any) -> bool:
     """Returns whether `x` is a PyTorch tensor, without importing PyTorch."""
-    return any(cls.__module__ == "torch" and cls.__name__ == "Tensor" for cls in type(x).__mro__)
+    return is_of_library(x, "torch", "Tensor")
 
 
 def torch_to_numpy(tensor: Any) -> np.ndarray:
@@ -62,9 +61,8 @@ def unpack(data: Any) -> tuple[Any, Any, Any]:
 def as_batch(element: Any) -> Any:
     """Returns an element of a stream with NumPy arrays at its leaves.
 
-    PyTorch's tensors and lists of numbers become arrays. A list of anything else counts as a tuple,
-    because the default collation of PyTorch's `DataLoader` makes such lists; inside the element it
-    means several inputs or outputs.
+    A list of anything but numbers counts as a tuple, because the default collation of PyTorch's
+    `DataLoader` makes such lists; inside the element it means several inputs or outputs.
     """
     try:
         return _with_arrays(as_tuple(element), "")
@@ -129,11 +127,7 @@ def is_numbers(tree: Any) -> bool:
 def checksums_of(
     arrays: Iterable[np.ndarray], targets: Sequence[np.ndarray]
 ) -> tuple[int, int | None]:
-    """Returns a checksum of the contents of a batch, and one of its targets.
-
-    The latter is None if there are no targets, or if those of all rows are the same, so that they
-    do not tell which rows the batch has.
-    """
+    """Returns a checksum of a batch, and one of its targets; None if they do not tell its rows."""
     tells_rows = any(bool((x != x[:1]).any()) for x in targets)
     return checksum(arrays), checksum(targets) if tells_rows else None
 
@@ -147,9 +141,6 @@ def checksum(arrays: Iterable[np.ndarray]) -> int:
 
 
 def _is_list_of_parts(data: Any) -> bool:
-    return (
-        isinstance(data, list)
-        and bool(data)
-        and not is_numbers(data)
-        and not all(isinstance(v, (tuple, Mapping)) for v in data)
-    )
+    if not isinstance(data, list) or is_numbers(data):
+        return False
+    return not all(isinstance(value, (tuple, Mapping)) for value in data)

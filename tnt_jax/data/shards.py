@@ -7,7 +7,7 @@ counts once and no process waits in vain.
 """
 
 from collections.abc import Iterable, Iterator
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any
 
 import jax
@@ -44,8 +44,7 @@ class ShardSource:
         micro_batch_size: int | None = None,
         board: CoordinationBoard | None = None,
     ) -> None:
-        self._rank_slice = rank_slice
-        self._micro = micro_batch_size
+        self._rank_slice, self._micro = rank_slice, micro_batch_size
         self._board = CoordinationBoard() if board is None else board
         self._name = unique_name("shards") if board is None else "shards"
         self._pass_of = passes_of(batches)
@@ -56,9 +55,7 @@ class ShardSource:
         self._num_passes = 0
         self._template: Any = None
         self._first_forms: list[str] = []
-        self.global_batch_size: int | None = (
-            micro_batch_size and micro_batch_size * rank_slice.num_ranks
-        )
+        self.global_batch_size = micro_batch_size and micro_batch_size * rank_slice.num_ranks
         self.num_examples: int | None = None
         self.num_batches: int | None = self._longest(length_of(batches))
 
@@ -69,12 +66,9 @@ class ShardSource:
         reader = ReadAhead(
             map(as_batch, self._pass_of(epoch)),
             lambda batch: (batch_length(batch), form_of(batch)),
-            local_ranks=self._rank_slice.local_ranks,
+            self._rank_slice.local_ranks,
         )
-        steps = self._steps(reader, exchange)
-        for number, batch in enumerate(steps):
-            if number >= start_batch:
-                yield batch
+        yield from islice(self._steps(reader, exchange), start_batch, None)
 
     def _steps(self, reader: ReadAhead, exchange: Exchange) -> Iterator[HostBatch]:
         most = _BATCHES_PER_REPORT
@@ -142,9 +136,10 @@ class ShardSource:
         if batch is not None and self._template is None:
             self._template = jax.tree.map(lambda x: x[:1], batch)
         num_rows = 0 if batch is None else batch_length(batch)
-        source = self._template if batch is None else batch
-        indices = np.minimum(np.arange(full), max(num_rows - 1, 0))
-        data = batch if num_rows == full else jax.tree.map(lambda x: x[indices], source)
+        data = self._template if batch is None else batch
+        if num_rows != full:
+            indices = np.minimum(np.arange(full), max(num_rows - 1, 0))
+            data = jax.tree.map(lambda x: x[indices], data)
         mask = None if rows_of == full_of else (np.arange(full) < num_rows).astype(np.float32)
         firsts = np.cumsum([0, *full_of]).tolist()
         real = tuple(slice(first, first + n) for first, n in zip(firsts, rows_of, strict=False))

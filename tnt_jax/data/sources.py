@@ -15,7 +15,6 @@ from tnt_jax.data.elements import (
     as_batch,
     checksum,
     checksums_of,
-    is_of_library,
     is_torch_tensor,
     torch_to_numpy,
     unpack,
@@ -26,16 +25,6 @@ from tnt_jax.job import once_per_job
 from tnt_jax.log import logger
 
 DEFAULT_BATCH_SIZE = 32
-
-
-def is_grain_map_dataset(x: Any) -> bool:
-    """Returns whether `x` is a Grain `MapDataset`."""
-    return is_of_library(x, "grain", "MapDataset")
-
-
-def gives_batches(dataset: Any) -> bool:
-    """Returns whether the elements of a Grain `MapDataset` are batches, by its operations."""
-    return any(type(stage).__name__.endswith("BatchMapDataset") for stage in stages_of(dataset))
 
 
 def stages_of(dataset: Any) -> Iterator[Any]:

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from itertools import chain, count, islice
+from itertools import chain, count, islice, takewhile
 from typing import Any
 
 import jax
@@ -45,9 +45,8 @@ def in_lockstep(
     items: Iterator[HostBatch], exchange: Exchange, *, where: str, first_step: int = 1
 ) -> Iterator[HostBatch]:
     """Yields batches as long as all processes have the same ones; else raises an error on all."""
-    reader = ReadAhead(items, lambda item: (item.num_rows, describe(item)))
-    size = 1
-    step = first_step
+    reader = ReadAhead(items, lambda item: (item.num_rows, describe(item)), 0)
+    size, step = 1, first_step
     posted_at = time.perf_counter()
     while True:
         reader.read(1, at_most=1)
@@ -77,10 +76,7 @@ def describe(item: HostBatch) -> str:
 def _num_alike(reports: list[Report]) -> int:
     """Returns how many of the next batches agree on all processes."""
     columns = zip(*(report.batches for report in reports), strict=False)
-    return next(
-        (number for number, column in enumerate(columns) if len(set(column)) > 1),
-        min(len(r.batches) for r in reports),
-    )
+    return len(list(takewhile(lambda column: len(set(column)) == 1, columns)))
 
 
 def _check_next(
@@ -103,18 +99,20 @@ def _check_next(
         "Every process must read the same batches, of which each trains on its rows. Where each "
         "process reads data of its own, pass tnt_distribute_dataset=False."
     )
-    if ended and next_of:
+    if not next_of:
+        return
+    one, *others = next_of
+    if ended:
         raise RuntimeError(
             f"The data of process {ended[0]} has ended after {step - 1} batch(es) of {where}, but "
-            f"process {next(iter(next_of))} has more. {advice}"
+            f"process {one} has more. {advice}"
         )
-    if len(set(next_of.values())) > 1:
-        one = next(iter(next_of))
-        other = next(process for process in next_of if next_of[process] != next_of[one])
-        raise ValueError(
-            f"Batch {step} of {where} has {next_of[one]} on process {one}, but {next_of[other]} on "
-            f"process {other}. {advice}"
-        )
+    for other in others:
+        if next_of[other] != next_of[one]:
+            raise ValueError(
+                f"Batch {step} of {where} has {next_of[one]} on process {one}, but "
+                f"{next_of[other]} on process {other}. {advice}"
+            )
 
 
 class EpochStream:

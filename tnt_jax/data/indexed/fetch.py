@@ -86,27 +86,21 @@ def write(path: str, value: Any) -> Any:
 
 
 def map_arrays(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """Applies `function` to the leaves of `tree` and the leaves at the same positions of `others`.
-
-    Tuples, named tuples and mappings are structure; everything else is a leaf. Unlike in JAX's
-    pytrees, that includes lists: a list of token ids is one array.
-    """
+    """Applies `function` to leaves at the same positions; lists, such as token ids, are leaves."""
+    trees = (tree, *others)
     if isinstance(tree, Mapping):
-        return {
-            key: map_arrays(function, tree[key], *(other[key] for other in others)) for key in tree
-        }
+        return {key: map_arrays(function, *(each[key] for each in trees)) for key in tree}
     if isinstance(tree, tuple):
-        parts = [map_arrays(function, *leaves) for leaves in zip(tree, *others, strict=True)]
+        parts = [map_arrays(function, *leaves) for leaves in zip(*trees, strict=True)]
         return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
-    return function(tree, *others)
+    return function(*trees)
 
 
 def stack_examples(examples: Sequence[Any]) -> Any:
-    """Returns one batch `[len(examples), ...]` with the structure of an example.
+    """Returns one batch of arrays `[len(examples), ...]` with the structure of an example.
 
-    Leaves become NumPy arrays (numbers, lists of numbers, tensors of other libraries that NumPy can
-    read); a Python float becomes float32 and a Python int int32 where it fits, as they would in
-    JAX. All examples must have the same structure and, leaf by leaf, the same shape.
+    As in JAX, a Python float becomes float32 and a Python int int32 where it fits. All examples
+    must have the same structure and shapes.
     """
     try:
         return map_arrays(lambda *values: _stack(values), *examples)
@@ -207,9 +201,8 @@ class Recipe:
 def example_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
     """Returns the random generator of one example in one epoch, the same on any process."""
     key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF, epoch], np.uint64)
-    return np.random.Generator(
-        np.random.Philox(key=key, counter=np.array([0, 0, 0, index], np.uint64))
-    )
+    counter = np.array([0, 0, 0, index], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
 class _Part(NamedTuple):
@@ -217,6 +210,10 @@ class _Part(NamedTuple):
 
     future: Future[Any]
     block: Block | None
+
+    def result(self, *, copy: bool) -> Chunk:
+        found = self.future.result()
+        return found if self.block is None else self.block.read(found, copy=copy)
 
 
 class Fetcher:
@@ -259,27 +256,27 @@ class Fetcher:
         if self._pool is None:
             self._pool = self._start()
             weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
-        parts = np.array_split(indices, min(self.num_workers, len(indices)))
-        return [self._submit_part(self._pool, epoch, part.tolist()) for part in parts]
-
-    def _submit_part(self, pool: Executor, epoch: int, indices: list[int]) -> _Part:
-        if self._worker == "threads":
-            return _Part(pool.submit(self._recipe, epoch, indices), None)
-        block = self._free.pop() if self._free else Block()
-        return _Part(pool.submit(_fetch_in_worker, epoch, indices, block.path), block)
+        parts = []
+        for rows in np.array_split(indices, min(self.num_workers, len(indices))):
+            if self._worker == "threads":
+                parts.append(_Part(self._pool.submit(self._recipe, epoch, rows.tolist()), None))
+                continue
+            block = self._free.pop() if self._free else Block()
+            future = self._pool.submit(_fetch_in_worker, epoch, rows.tolist(), block.path)
+            parts.append(_Part(future, block))
+        return parts
 
     def _receive(self, parts: list[_Part]) -> Chunk:
         try:
             # Several are copied as they are joined.
-            return _join([_result(part, copy=len(parts) == 1) for part in parts])
+            return _join([part.result(copy=len(parts) == 1) for part in parts])
         finally:
             for part in parts:
                 self._give_back(part)
 
     def _give_back(self, part: _Part) -> None:
         """Takes the memory of a part for later ones, once no worker writes into it any more."""
-        if part.block is not None:
-            block = part.block
+        if (block := part.block) is not None:
             part.future.add_done_callback(lambda _: self._free.append(block))
 
     def _start(self) -> Executor:
@@ -306,11 +303,6 @@ def _fetch_in_worker(epoch: int, indices: list[int], path: str) -> Any:
     return write(path, _recipe_of_worker(epoch, indices))
 
 
-def _result(part: _Part, *, copy: bool) -> Chunk:
-    found = part.future.result()
-    return found if part.block is None else part.block.read(found, copy=copy)
-
-
 def _fill(examples: list[Any], is_good: np.ndarray) -> Any:
     """Returns the batch of all rows; a failed row repeats a neighbouring example."""
     if not examples:
@@ -330,9 +322,7 @@ def _join(chunks: list[Chunk]) -> Chunk:
     if stand_in is None:
         return Chunk(None, is_good, failures)
     parts = [
-        take_rows(stand_in, np.zeros(len(chunk.is_good), np.int64))
-        if chunk.data is None
-        else chunk.data
-        for chunk in chunks
+        take_rows(stand_in, np.zeros(len(rows), np.int64)) if data is None else data
+        for data, rows, _ in chunks
     ]
     return Chunk(map_arrays(lambda *arrays: np.concatenate(arrays), *parts), is_good, failures)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from tnt_jax.data.elements import as_batch, is_of_library
-from tnt_jax.data.indexed.fetch import Chunk, Fetcher, Worker
-from tnt_jax.data.layout import RankSlice
+from tnt_jax.data.indexed.fetch import Chunk, Fetcher
+from tnt_jax.data.layout import ReadOptions
 from tnt_jax.data.permutation import Permutation, RowOrder
 from tnt_jax.data.sources import HostBatch, IterableSource
 
@@ -33,31 +33,21 @@ class PyDatasetSource(IterableSource):
     Shuffled, each epoch visits the batches in an order of its own, drawn from `(seed, epoch)`.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        rank_slice: RankSlice,
-        *,
-        micro_batch_size: int | None = None,
-        shuffle: bool = False,
-        seed: int = 42,
-    ) -> None:
+    def __init__(self, dataset: Any, options: ReadOptions) -> None:
+        rank_slice, micro_batch_size = options.rank_slice, options.micro_batch_size
         super().__init__(dataset, rank_slice=rank_slice, micro_batch_size=micro_batch_size)
         self._dataset = dataset
-        self._shuffle = shuffle
-        self._seed = seed
-        self.row_order = RowOrder([seed] if shuffle else [])
-        self.order = {"shuffle": shuffle, "seed of the order": seed if shuffle else None}
+        self._seed = options.seed if options.shuffle else None
+        self.row_order = RowOrder([options.seed] if options.shuffle else [])
+        self.order = {"shuffle": options.shuffle, "seed of the order": self._seed}
         self.num_batches: int | None = dataset.num_batches
         self.is_infinite = self.num_batches is None
         in_processes = dataset.use_multiprocessing
-        worker: Worker = "processes" if in_processes else "threads"
         # As in Keras, one worker without multiprocessing is the caller itself.
-        workers = dataset.workers if dataset.workers > 1 or in_processes else 0
         self._fetcher = Fetcher(
             partial(_whole_batch, dataset),
-            num_workers=workers,
-            worker=worker,
+            num_workers=dataset.workers if dataset.workers > 1 or in_processes else 0,
+            worker="processes" if in_processes else "threads",
             num_batches_ahead=max(1, dataset.max_queue_size),
         )
 
@@ -72,7 +62,7 @@ class PyDatasetSource(IterableSource):
         size = self.num_batches
         numbers = count(start_batch) if size is None else range(start_batch, size)
         order: Any = np.asarray
-        if self._shuffle and size:
+        if self._seed is not None and size:
             order = Permutation(size, seed=self._seed, epoch=epoch)
         return (order([number]) for number in numbers)
 

@@ -1,12 +1,8 @@
 """Random access: each process computes the global order and fetches only its own rows.
 
-The position is (epoch, batch).
-
-    source = builder.as_data_source("train")
-    train = RandomAccess(
-        source, batch_size=256, shuffle=True, num_workers=8, worker="processes"
-    )
-    model.fit(train, epochs=90)
+source = builder.as_data_source("train")
+train = RandomAccess(source, batch_size=256, shuffle=True, num_workers=8, worker="processes")
+model.fit(train, epochs=90)
 """
 
 from collections.abc import Callable, Iterator
@@ -88,25 +84,25 @@ class RandomAccessSource:
     def __init__(
         self, spec: RandomAccess, rank_slice: RankSlice, *, micro_batch_size: int | None = None
     ) -> None:
-        size = len(spec.dataset)
-        self.global_batch_size: int | None = resolve_batch_size(
+        num_examples = len(spec.dataset)
+        self._size = resolve_batch_size(
             rank_slice,
             batch_size=spec.batch_size,
             micro=micro_batch_size,
             drop_remainder=spec.drop_remainder,
-            num_examples=size,
+            num_examples=num_examples,
         )
-        self.num_batches: int | None = num_batches(
-            size, self.global_batch_size, drop_remainder=spec.drop_remainder
-        )
-        self.num_examples: int | None = min(size, self.num_batches * self.global_batch_size)
+        self._length = num_batches(num_examples, self._size, drop_remainder=spec.drop_remainder)
+        self._num_examples = min(num_examples, self._length * self._size)
+        self.global_batch_size: int | None = self._size
+        self.num_batches: int | None = self._length
+        self.num_examples: int | None = self._num_examples
         self.num_skipped = 0
         self._spec = spec
         self._rank_slice = rank_slice
         self._seed = seed_or_default(spec.seed, default=42)
-        self.row_order = RowOrder(
-            [self._seed] if spec.shuffle else [], {"number of examples": size}, is_of_rows=True
-        )
+        parts = {"number of examples": num_examples}
+        self.row_order = RowOrder([self._seed] if spec.shuffle else [], parts, is_of_rows=True)
         self.order = {
             "shuffle of the RandomAccess": spec.shuffle,
             "seed of the order": self._seed,
@@ -115,16 +111,11 @@ class RandomAccessSource:
         }
         recipe = Recipe(spec.dataset, spec.transform, self._seed, spec.on_error)
         self._fetcher = Fetcher(recipe, num_workers=spec.num_workers, worker=spec.worker)
-        seed = self._seed if spec.shuffle else None
-        sizes = describe_sizes(rank_slice, self, seed=seed)
+        sizes = describe_sizes(rank_slice, self, seed=self._seed if spec.shuffle else None)
         logger.info("%s Each process fetches its own rows only.", sizes)
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
-        """Yields this process's rows of the batches of `epoch`, from `start_batch` on.
-
-        Of earlier batches nothing is fetched. What the dataset raises has a note that names the
-        example.
-        """
+        """Yields this process's rows of the batches of `epoch` from `start_batch` on alone."""
         chunks = self._fetcher.batches(epoch, self._index_batches(epoch, start_batch))
         for batch, chunk in enumerate(chunks, start_batch):
             yield self._host_batch(batch, chunk)
@@ -132,11 +123,9 @@ class RandomAccessSource:
     def _index_batches(self, epoch: int, start_batch: int) -> Iterator[np.ndarray]:
         size, shuffles = len(self._spec.dataset), self._spec.shuffle
         order = Permutation(size, seed=self._seed, epoch=epoch) if shuffles else np.asarray
-        assert self.num_batches is not None
-        assert self.global_batch_size is not None
-        for batch in range(start_batch, self.num_batches):
+        for batch in range(start_batch, self._length):
             rows = np.unique(self._local_rows(batch).indices)
-            yield order(rows + batch * self.global_batch_size)
+            yield order(rows + batch * self._size)
 
     def _host_batch(self, batch: int, chunk: Chunk) -> HostBatch:
         rows = self._local_rows(batch)
@@ -159,6 +148,4 @@ class RandomAccessSource:
         return local_rows(self._num_rows(batch), self._rank_slice)
 
     def _num_rows(self, batch: int) -> int:
-        assert self.num_examples is not None
-        assert self.global_batch_size is not None
-        return min(self.global_batch_size, self.num_examples - batch * self.global_batch_size)
+        return min(self._size, self._num_examples - batch * self._size)
