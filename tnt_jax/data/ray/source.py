@@ -53,15 +53,15 @@ class Connection:
         self._board = CoordinationBoard() if board is None else board
         self._name = unique_name("ray") if board is None else "ray"
         self.process = self._board.process
-        report = self._meet(dataset)[0]
+        report = self._meet(dataset)
         self.num_examples: int | None = report["num_examples"]
         self.stream: str = report["stream"]
         if self.process:
             self.actor = self.ray.get_actor(report["actor"], namespace=_NAMESPACE)
         weakref.finalize(self, _close, self.ray, self.actor, self.stream, self.process)
 
-    def _meet(self, dataset: Any) -> list[dict[str, Any]]:
-        """Opens the stream on the master; returns the reports of all processes."""
+    def _meet(self, dataset: Any) -> dict[str, Any]:
+        """Opens the stream on the master, and returns the report of that."""
         report: dict[str, Any] = {"address": "", "error": ""}
         error = None
         try:
@@ -78,8 +78,15 @@ class Connection:
         for process, found in enumerate(reports):
             if found["error"]:
                 raise RuntimeError(f"The data of process {process} failed: {found['error']}")
-        _check_addresses([found["address"] for found in reports])
-        return reports
+        for process, found in enumerate(reports):
+            if found["address"] != reports[0]["address"]:
+                raise ValueError(
+                    f"Process 0 is connected to the Ray cluster at {reports[0]['address']} and "
+                    f"process {process} to that at {found['address']}, but all must share one. "
+                    "Without an address, ray.init and ray.data start a cluster for each process: "
+                    "start one with `ray start --head`, and call ray.init(address=...) first."
+                )
+        return reports[0]
 
     def _address(self) -> str:
         if not self.ray.is_initialized():
@@ -129,17 +136,6 @@ class Connection:
 def _close(ray: Any, actor: Any, stream: str, process: int) -> None:
     if ray.is_initialized():
         actor.close.remote(stream, process)
-
-
-def _check_addresses(addresses: list[str]) -> None:
-    other = next((number for number, text in enumerate(addresses) if text != addresses[0]), None)
-    if other is not None:
-        raise ValueError(
-            f"Process 0 is connected to the Ray cluster at {addresses[0]} and process {other} to "
-            f"that at {addresses[other]}, but all must share one. Without an address, ray.init "
-            "and ray.data start a cluster for each process: start one with `ray start --head`, "
-            "and call ray.init(address=...) first."
-        )
 
 
 def _num_examples(dataset: Any) -> int | None:

@@ -15,10 +15,7 @@ from tnt_jax.data.tables.rows import Rows, rows_of_columns
 
 
 class _ArrowFiles:
-    """The row groups of Parquet files and the Arrow files of a dataset of pyarrow, in order.
-
-    The last one that was read stays in memory. Arrow files are mapped: they cost no copy.
-    """
+    """Row groups of Parquet files, and Arrow files; the last one that was read stays in memory."""
 
     def __init__(self, dataset: Any, names: Sequence[str]) -> None:
         self._names = list(names) or None

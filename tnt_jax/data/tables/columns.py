@@ -23,13 +23,9 @@ class ColumnRoles:
 
     def element(self, batch: Batch) -> tuple[Any, Any, Any]:
         """Returns `(inputs, targets, sample_weight)` of a batch of columns."""
-        targets = self._target_names(batch)
-        weight = self._weight_name(batch)
-        return (
-            self._inputs(batch, {*_listed(targets), *_listed(weight)}),
-            _pick(batch, "targets", targets),
-            _pick(batch, "sample_weight", weight),
-        )
+        targets, weight = self._target_names(batch), self._weight_name(batch)
+        inputs = self._inputs(batch, {*_listed(targets), *_listed(weight)})
+        return inputs, _pick(batch, "targets", targets), _pick(batch, "sample_weight", weight)
 
     def names(self, columns: Sequence[str]) -> list[str]:
         """Returns the columns used; none if all may be. A ValueError names one that is missing."""

@@ -44,15 +44,14 @@ class Rows:
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, ...]]:
         """Returns several examples, which are read by one call."""
-        rows = zip(indices, self._table.rows(indices), strict=True)
-        return [self._example(index, row) for index, row in rows]
-
-    def _example(self, index: int, row: dict[str, Any]) -> tuple[Any, ...]:
-        try:
-            return self._roles.example(row)
-        except ValueError as error:
-            error.add_note(f"This happened in row {index}.")
-            raise
+        examples = []
+        for index, row in zip(indices, self._table.rows(indices), strict=True):
+            try:
+                examples.append(self._roles.example(row))
+            except ValueError as error:
+                error.add_note(f"This happened in row {index}.")
+                raise
+        return examples
 
 
 class _Dicts:
@@ -68,16 +67,13 @@ class _Dicts:
         return [self._dataset[index] for index in indices]
 
 
-class _HuggingFace:
+class _HuggingFace(_Dicts):
     """A `datasets.Dataset`, of which the columns with roles alone are read."""
 
     def __init__(self, dataset: Any, names: Sequence[str]) -> None:
         chosen = dataset.select_columns(list(names)) if names else dataset
         has_format = chosen.format["type"] is not None
-        self._dataset = chosen if has_format else chosen.with_format("numpy")
-
-    def __len__(self) -> int:
-        return len(self._dataset)
+        super().__init__(chosen if has_format else chosen.with_format("numpy"))
 
     def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         return rows_of_columns(self._dataset[list(indices)], len(indices))
@@ -143,8 +139,7 @@ class ColumnStream:
         return iter(self)
 
     def __iter__(self) -> Iterator[tuple[Any, Any, Any]]:
-        batches = self._stream.iter(self._batch_size, drop_last_batch=self._drops_remainder)
-        for batch in batches:
+        for batch in self._stream.iter(self._batch_size, drop_last_batch=self._drops_remainder):
             arrays = {name: np.asarray(column) for name, column in batch.items()}
             yield self._roles.element(dense(arrays))
 
