@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import tensorflow as tf
@@ -71,8 +71,7 @@ _REPLAYS: dict[str, Callable[[Any, list[Any], Function], Any]] = {
     **dict.fromkeys(("_AssertCardinalityDataset", "_UnbatchDataset", "_RebatchDataset"), _by_class),
     "_ShuffleDataset": lambda op, ins, _: _shuffle_like(op, ins[0]),
     "_RandomDataset": lambda op, *_: _with_seed(
-        op,
-        lambda seed: Dataset.random(seed, rerandomize_each_iteration=read(op, "rerandomize")),
+        op, lambda seed: Dataset.random(seed, rerandomize_each_iteration=read(op, "rerandomize"))
     ),
     "_OptionsDataset": lambda op, ins, _: ins[0].with_options(op.options()),
     "_GroupByWindowDataset": lambda op, ins, f: ins[0].group_by_window(
@@ -104,18 +103,16 @@ class Repairs:
         self.slowed: list[str] = []
         self.disordered: list[str] = []
         self._one_by_one = one_by_one
-        self._done: dict[int, Any] = {}
+        self.repaired = cache(self._repaired)
 
-    def repaired(self, dataset: Any) -> Any:
+    def _repaired(self, dataset: Any) -> Any:
         """Returns the dataset with seeds and a fixed order, itself if it needs nothing."""
-        if id(dataset) not in self._done:
-            sources = private.inputs(dataset)
-            inputs = [self.repaired(source) for source in sources]
-            changed = any(new is not old for new, old in zip(inputs, sources, strict=True))
-            self._done[id(dataset)] = (
-                self.rebuild(dataset, inputs) if changed or self._needs_repair(dataset) else dataset
-            )
-        return self._done[id(dataset)]
+        sources = private.inputs(dataset)
+        inputs = [self.repaired(source) for source in sources]
+        changed = any(new is not old for new, old in zip(inputs, sources, strict=True))
+        if changed or self._needs_repair(dataset):
+            return self.rebuild(dataset, inputs)
+        return dataset
 
     def note_order(self, dataset: Any) -> None:
         """Notes an operation that asks for any order, which is not granted."""
@@ -232,22 +229,18 @@ def _shuffle_like(operation: Any, dataset: Any) -> Any:
 def with_fixed_order(stream: Any, dataset: Any) -> tuple[Any, list[str]]:
     """Returns `stream` with options of `dataset` in a fixed order, and a note if that differs."""
     options = dataset.options()
-    notes = []
-    if options.deterministic is False:
-        notes.append(
-            "The option deterministic=False is not followed, because every process must see one "
-            "order."
-        )
+    note = (
+        "The option deterministic=False is not followed, because every process must see one order."
+    )
     fixed = tf.data.Options().merge(options)
     fixed.deterministic = True
-    return stream.with_options(fixed), notes
+    return stream.with_options(fixed), [note] if options.deterministic is False else []
 
 
 def operation_name(dataset: Any) -> str:
     """Returns a short name such as `map(decode)` for the last operation of a dataset."""
-    words = _method_of(dataset)
-    functions = [name_of(function) for function in private.functions(dataset)[:1]]
-    return f"{words}({functions[0]})" if functions else words
+    functions = private.functions(dataset)
+    return _method_of(dataset) + (f"({name_of(functions[0])})" if functions else "")
 
 
 def _method_of(dataset: Any) -> str:
@@ -258,8 +251,5 @@ def _method_of(dataset: Any) -> str:
 
 def operation_names(dataset: Any) -> list[str]:
     """Returns the names of all operations of a pipeline, source first."""
-    return [
-        operation_name(operation)
-        for operation in private.operations(dataset)
-        if type(operation).__name__ != "_OptionsDataset"
-    ]
+    every = private.operations(dataset)
+    return [operation_name(x) for x in every if type(x).__name__ != "_OptionsDataset"]

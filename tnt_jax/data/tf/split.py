@@ -18,6 +18,7 @@ global batch, because an incomplete last batch is known only when it comes.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -67,9 +68,8 @@ def take_own(batches: Any, rank_slice: RankSlice) -> Any:
         micro = micro_batch_size(count, rank_slice.num_ranks)
         indices = rank_slice.rows_of(count)[0] + tf.range(rank_slice.local_ranks * micro)
         chosen = tf.minimum(indices, count - 1)
-        return tf.cast(count, tf.int64), tf.nest.map_structure(
-            lambda x: tf.gather(x, chosen), parts
-        )
+        rows = tf.nest.map_structure(lambda x: tf.gather(x, chosen), parts)
+        return tf.cast(count, tf.int64), rows
 
     return batches.map(own)
 
@@ -116,23 +116,18 @@ class Splitter:
     after: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     python_maps: list[str] = field(default_factory=list)
-    _done: dict[tuple[int, bool | None], Any] = field(default_factory=dict)
 
-    def local_batches(self, dataset: Any) -> Any:
+    def __post_init__(self) -> None:
+        # A shuffle made twice would draw two orders.
+        self.local_batches = cache(self._local_batches)
+        self._hoist = cache(self._split_off)
+
+    def _local_batches(self, dataset: Any) -> Any:
         """Returns the dataset of this process's rows for a dataset of global batches.
 
         Its elements are `(number of rows, own rows)`; the number is `[local_rows]` or a scalar. It
         raises `CannotSplitEarly` if an operation after the batching has to see whole batches.
         """
-        return self._once((id(dataset), None), lambda: self._local_batches(dataset))
-
-    def _once(self, key: tuple[int, bool | None], make: Callable[[], Any]) -> Any:
-        """Returns what `make` gave for `key` first: a shuffle made twice would draw two orders."""
-        if key not in self._done:
-            self._done[key] = make()
-        return self._done[key]
-
-    def _local_batches(self, dataset: Any) -> Any:
         kind = type(dataset).__name__
         inputs = private.inputs(dataset)
         if kind in BATCHES:
@@ -148,9 +143,9 @@ class Splitter:
         elif kind in MAPS:
             own = self._map_of_own_rows(dataset, inputs[0])
         else:
+            name = operation_name(dataset)
             raise CannotSplitEarly(
-                f"{operation_name(dataset)} stands after the batching and may look at the whole "
-                "batch"
+                f"{name} stands after the batching and may look at the whole batch"
             )
         self.after.append(operation_name(dataset))
         return own
@@ -182,8 +177,7 @@ class Splitter:
         if is_padded and not all(shape.is_fully_defined() for shape in rows):
             raise CannotSplitEarly(
                 f"{operation_name(dataset)} pads to the longest row of the global batch, which "
-                f"only whole batches tell; "
-                "give padded_shapes without None to split before it"
+                "only whole batches tell; give padded_shapes without None to split before it"
             )
         hoisted = self._hoist(private.inputs(dataset)[0], at_selection=True)
         specs = tf.nest.flatten(hoisted.base.element_spec)
@@ -203,23 +197,15 @@ class Splitter:
     def _batched(self, dataset: Any, own: Any, rows: int, drop: bool) -> Any:
         if type(dataset).__name__ == "_PaddedBatchDataset":
             shapes = tf.nest.map_structure(lambda spec: spec.shape[1:], dataset.element_spec)
-            zero = tf.constant(0, tf.int64)
-            return own.padded_batch(
-                rows, ((), shapes), (zero, read(dataset, "padding_values")), drop
-            )
+            values = (tf.constant(0, tf.int64), read(dataset, "padding_values"))
+            return own.padded_batch(rows, ((), shapes), values, drop)
         if private.is_parallel(dataset):
-            return own.batch(
-                rows, drop, int(read(dataset, "num_parallel_calls")), deterministic=True
-            )
+            calls = int(read(dataset, "num_parallel_calls"))
+            return own.batch(rows, drop, calls, deterministic=True)
         return own.batch(rows, drop)
 
-    def _hoist(self, dataset: Any, *, at_selection: bool) -> Hoisted:
-        """Hoists operations on elements; `at_selection`: none up to batching goes by position."""
-        return self._once(
-            (id(dataset), at_selection), lambda: self._split_off(dataset, at_selection=at_selection)
-        )
-
     def _split_off(self, dataset: Any, *, at_selection: bool) -> Hoisted:
+        """Hoists operations on elements; `at_selection`: none up to batching goes by position."""
         kind = type(dataset).__name__
         inputs = private.inputs(dataset)
         if kind == "_OptionsDataset":
@@ -240,11 +226,11 @@ class Splitter:
 
     def _may_move(self, dataset: Any) -> bool:
         kinds = stateful_operations(read(dataset, "map_func"))
-        if kinds and self.split != "before":
-            self.notes.append(f"{_random_reason(dataset, kinds)}.")
-            self._record_python(dataset)
-            return False
-        return True
+        if not kinds or self.split == "before":
+            return True
+        self.notes.append(f"{_random_reason(dataset, kinds)}.")
+        self._record_python(dataset)
+        return False
 
     def _record_python(self, dataset: Any) -> None:
         if calls_python(read(dataset, "map_func")):
@@ -297,6 +283,6 @@ def _random_reason(dataset: Any, kinds: list[str]) -> str:
         effect = "draws in parallel, so that its results differ from run to run"
     return (
         f"{operation_name(dataset)} runs for all rows, because {', '.join(kinds)} {effect}; use "
-        f"tf.random.stateless_* with a seed from the "
-        "element (Dataset.enumerate), or pass split='before' to accept other random numbers"
+        "tf.random.stateless_* with a seed from the element (Dataset.enumerate), or pass "
+        "split='before' to accept other random numbers"
     )
