@@ -11,10 +11,9 @@ _DEFAULT_SEED = 42
 # Operations that TensorFlow marks as stateful, although running them for other elements, or more or
 # less often, changes nothing.
 _HARMLESS = frozenset(
-    """Assert Print PrintV2 NoOp ReadVariableOp VarHandleOp ResourceGather If While Case
-    StatefulPartitionedCall PartitionedCall
-    HashTableV2 MutableHashTableV2 LookupTableFindV2 LookupTableSizeV2 LookupTableExportV2
-    AnonymousHashTable""".split()
+    """DummySeedGenerator Assert Print PrintV2 NoOp ReadVariableOp VarHandleOp ResourceGather
+    If While Case StatefulPartitionedCall PartitionedCall HashTableV2 MutableHashTableV2
+    LookupTableFindV2 LookupTableSizeV2 LookupTableExportV2 AnonymousHashTable""".split()
 )
 # Datasets made inside a function are marked as stateful because they are resources; only these draw
 # random numbers.
@@ -29,10 +28,8 @@ _PYTHON = frozenset(["PyFunc", "EagerPyFunc"])
 def function_nodes(wrapper: Any) -> list[Any]:
     """Returns the nodes of a dataset's traced function and of the functions that it calls."""
     graph = private.graph_of(wrapper).as_graph_def()
-    return [
-        *graph.node,
-        *(node for function in graph.library.function for node in function.node_def),
-    ]
+    called = (node for function in graph.library.function for node in function.node_def)
+    return [*graph.node, *called]
 
 
 def stateful_operations(wrapper: Any) -> list[str]:
@@ -66,14 +63,10 @@ def name_of(wrapper: Any) -> str:
 
 
 def _keeps_state(node: Any) -> bool:
-    if node.op in _PYTHON:
-        return True
-    if node.op in _HARMLESS or (
-        node.op.endswith(("Dataset", "DatasetV2", "DatasetV3", "DatasetV4"))
-        and node.op not in _RANDOM_DATASETS
-    ):
+    is_dataset = node.op.endswith(("Dataset", "DatasetV2", "DatasetV3", "DatasetV4"))
+    if node.op in _HARMLESS or (is_dataset and node.op not in _RANDOM_DATASETS):
         return False
-    return node.op != "DummySeedGenerator" and private.is_stateful(node.op)
+    return node.op in _PYTHON or private.is_stateful(node.op)
 
 
 def _is_unseeded(node: Any, constants: dict[str, Any]) -> bool:

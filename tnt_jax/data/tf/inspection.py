@@ -142,9 +142,8 @@ def check_tensors(dataset: Any) -> None:
         if not isinstance(spec, tf.TensorSpec):
             raise TypeError(
                 f"The dataset's elements must be dense tensors, but {where} is a "
-                f"{type(spec).__name__}. "
-                "Add a map that makes it dense, for instance with to_tensor() or "
-                "tf.sparse.to_dense()."
+                f"{type(spec).__name__}. Add a map that makes it dense, for instance with "
+                "to_tensor() or tf.sparse.to_dense()."
             )
         if spec.dtype == tf.string:
             raise TypeError(

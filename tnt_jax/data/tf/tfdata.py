@@ -9,7 +9,8 @@ TensorFlow is imported when a source is made, not before.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -61,7 +62,6 @@ class Rebuilt(NamedTuple):
     before: list[str]
     after: list[str]
     notes: list[str]
-    slowed: Sequence[str] = ()
 
 
 # The interpreter waits for its thread, and afterwards the executor refuses work: a thread that is
@@ -100,9 +100,8 @@ def warn_of_parts(rank_slice: RankSlice, python_maps: list[str], disordered: lis
     if python_maps:
         warn_once(
             f"Every process runs {', '.join(dict.fromkeys(python_maps))} for all rows, not for "
-            f"its own alone, because Python code "
-            "(tf.numpy_function, tf.py_function) may depend on how often it ran before. If it "
-            "depends on its arguments alone, pass "
+            "its own alone, because Python code (tf.numpy_function, tf.py_function) may depend on "
+            "how often it ran before. If it depends on its arguments alone, pass "
             'TfData(dataset, split="before"), or tf.numpy_function(..., stateful=False).'
         )
     if disordered:
@@ -199,9 +198,9 @@ class TfDataSource:
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows of the batches of `epoch`, from `start_batch` on.
 
-        The batches before are prepared and dropped. A dataset that reshuffles gives the order of
-        its pass number `epoch`: earlier passes that were not made are started, and an earlier epoch
-        than the last one builds the pipeline anew.
+        Those before are prepared and dropped. A dataset that reshuffles gives the order of its pass
+        number `epoch`: earlier passes that were not made are started, and an earlier epoch than the
+        last one builds the pipeline anew.
         """
         self._go_to(epoch)
         self._num_passes += 1
@@ -264,8 +263,6 @@ class TfDataSource:
         self._reshuffles = self._reshuffles_within_a_pass = False
         try:
             rebuilt = self._rebuilt()
-            if self._reproducible:
-                self._warn_of_differences(rebuilt)
             self._reshuffles = reshuffles(self._dataset)
             self._reshuffles_within_a_pass = reshuffles_within_a_pass(self._dataset)
         except Unreadable as error:
@@ -304,7 +301,9 @@ class TfDataSource:
         else:
             is_early, before, after, notes = True, splitter.before, splitter.after, splitter.notes
         warn_of_parts(self._rank_slice, splitter.python_maps, repairs.disordered)
-        return Rebuilt(stream, is_early, before, after, [*notes, *repairs.notes], repairs.slowed)
+        if self._reproducible:
+            self._warn_of_differences(stream, repairs.slowed)
+        return Rebuilt(stream, is_early, before, after, [*notes, *repairs.notes])
 
     def _untouched(self, error: Unreadable) -> Rebuilt:
         """Returns the pipeline unchanged, for versions of TensorFlow that hide its structure."""
@@ -315,17 +314,17 @@ class TfDataSource:
             ) from error
         warn_once(
             f"Every process runs the whole pipeline, because {reason}. A shuffle or random "
-            f"operation without a seed gives each process "
-            "rows of its own: give all of them seeds, or install TensorFlow 2.21."
+            "operation without a seed gives each process rows of its own: give all of them seeds, "
+            "or install TensorFlow 2.21."
         )
         notes = [f"Rows are selected last: {reason}."]
         return Rebuilt(self._dataset, False, ["the whole pipeline"], [], notes)
 
-    def _warn_of_differences(self, rebuilt: Rebuilt) -> None:
+    def _warn_of_differences(self, stream: Any, slowed: list[str]) -> None:
         """Warns of what breaks the promise of equal elements in every run, and what was slowed."""
         from tnt_jax.data.tf.inspection import draws_for_own_rows, run_to_run_differences
 
-        differences = run_to_run_differences(rebuilt.stream)
+        differences = run_to_run_differences(stream)
         if self._data.split == "before":
             differences += draws_for_own_rows(self._dataset)
         if differences:
@@ -335,9 +334,9 @@ class TfDataSource:
                 "draw with tf.random.stateless_* and a seed from the element (Dataset.enumerate), "
                 "and leave TfData's split as it is."
             )
-        if rebuilt.slowed:
+        if slowed:
             warn_once(
-                f"To be reproducible, {'; '.join(rebuilt.slowed)}, because in parallel the order "
+                f"To be reproducible, {'; '.join(slowed)}, because in parallel the order "
                 "of random draws is not fixed. To run it in parallel, draw with "
                 "tf.random.stateless_* and a seed from the element (Dataset.enumerate)."
             )
@@ -350,13 +349,8 @@ class TfDataSource:
             self._build()
             self._num_passes = 0
         while self._num_passes < epoch:
-            # A pass draws its seeds when it starts; a shuffle below a repeat draws again on the
-            # way.
-            stream = iter(self._stream)
-            next(stream, None)
-            if self._reshuffles_within_a_pass:
-                for _ in stream:
-                    pass
+            # A pass draws its seeds as it starts; a shuffle below a repeat draws again on the way.
+            deque(islice(self._stream, None if self._reshuffles_within_a_pass else 1), maxlen=0)
             self._num_passes += 1
 
 
@@ -389,9 +383,8 @@ def _shard_source(dataset: Any, options: ReadOptions) -> Source:
         if options.micro_batch_size is None:
             raise ValueError(
                 "The dataset is not batched and no tnt_micro_batch_size was given. Batch each "
-                "process's shard with "
-                f"tnt_micro_batch_size * {options.rank_slice.local_ranks} (the ranks of this "
-                f"process), or pass tnt_micro_batch_size."
+                f"process's shard with tnt_micro_batch_size * {options.rank_slice.local_ranks} "
+                "(the ranks of this process), or pass tnt_micro_batch_size."
             )
         dataset = dataset.batch(options.micro_batch_size * options.rank_slice.local_ranks)
     logger.info("Automatic dataset distribution is off: every process feeds its own shard.")
