@@ -12,9 +12,11 @@ depend on the number of processes.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import tensorflow as tf
 
 from tnt_jax.cluster.devices import count_cores
@@ -210,23 +212,21 @@ def image_folder(path: str | Path, *, classes: list[str] | None = None) -> Any:
         )
     if classes is None:
         classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
-    files = [
-        (file, label) for label, name in enumerate(classes) for file in _jpeg_files(folder / name)
-    ]
-    if not files:
+    files = [_jpeg_files(folder / name) for name in classes]
+    if not any(files):
         raise FileNotFoundError(
             f"{folder} holds no JPEG files in class folders (found {len(classes)} folders)."
         )
-    paths = [str(file) for file, _ in files]
-    labels = tf.constant([label for _, label in files], tf.int32)
-    images = {"name": tf.constant(paths), "label": labels}
+    labels = np.repeat(np.arange(len(files), dtype=np.int32), list(map(len, files)))
+    images = {"name": list(chain.from_iterable(files)), "label": labels}
     return tf.data.Dataset.from_tensor_slices(images)  # pyright: ignore[reportArgumentType]
 
 
-def _jpeg_files(folder: Path) -> list[Path]:
+def _jpeg_files(folder: Path) -> list[str]:
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no folder {folder} for the class {folder.name!r}.")
-    return sorted(file for file in folder.iterdir() if file.suffix.lower() in (".jpg", ".jpeg"))
+    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in (".jpg", ".jpeg"))
+    return list(map(str, files))
 
 
 def _jpeg_of(record: Any) -> Any:
@@ -244,15 +244,25 @@ def _batches(
 ) -> TfData:
     check_choice("on_error", on_error, ("raise", "skip"))
 
+    size = [finish.size, finish.size]
+    shape = [3, *size] if finish.layout == "channels_first" else [*size, 3]
+
+    def or_blank(record: Any, number: Any) -> Any:
+        """Returns `(True, image)`, or `(False, zeros)` for an image that cannot be prepared."""
+        one = tf.data.Dataset.from_tensors((record, number))
+        image = one.map(lambda record, number: (True, prepare(record, number))).ignore_errors()
+        blank = tf.data.Dataset.from_tensors((False, tf.zeros(shape)))
+        return image.concatenate(blank).take(1).get_single_element()
+
     def fast(record: Any, number: Any) -> Any:
         return prepare(record, number), record["label"]
 
     def flagged(record: Any, number: Any) -> Any:
-        is_good, image = _or_blank(record, number, prepare, finish)
+        is_good, image = or_blank(record, number)
         return is_good, (image, record["label"])
 
     def named(record: Any, number: Any) -> Any:
-        is_good, image = _or_blank(record, number, prepare, finish)
+        is_good, image = or_blank(record, number)
         text = tf.strings.join([record["name"], " cannot be read as a JPEG image."])
         with tf.control_dependencies([tf.debugging.Assert(is_good, [text])]):
             return tf.identity(image), record["label"]
@@ -274,15 +284,3 @@ def _batches(
     if on_error == "skip":
         return TfData(batched(flagged), has_flags=True)
     return TfData(batched(fast), named=batched(named))
-
-
-def _or_blank(
-    record: Any, number: Any, prepare: Callable[[Any, Any], Any], finish: ImageFormat
-) -> Any:
-    """Returns `(True, image)`, or `(False, zeros)` for an image that cannot be prepared."""
-    one = tf.data.Dataset.from_tensors((record, number))
-    image = one.map(lambda record, number: (True, prepare(record, number))).ignore_errors()
-    size = [finish.size, finish.size]
-    shape = [3, *size] if finish.layout == "channels_first" else [*size, 3]
-    blank = tf.data.Dataset.from_tensors((False, tf.zeros(shape)))
-    return image.concatenate(blank).take(1).get_single_element()

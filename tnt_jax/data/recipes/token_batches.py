@@ -79,9 +79,8 @@ class TokenBatchSource:
         lengths = np.array([max(map(len, pair)) for pair in pairs], np.int64)
         if not len(lengths):
             raise ValueError("There are no pairs to batch.")
-        self.buckets = np.array(
-            spec.buckets if spec.buckets is not None else bucket_lengths(int(lengths.max()))
-        )
+        chosen = bucket_lengths(int(lengths.max())) if spec.buckets is None else spec.buckets
+        self.buckets = np.array(chosen)
         if (np.diff(self.buckets) <= 0).any() or self.buckets[-1] < lengths.max():
             raise ValueError(
                 f"The buckets must rise and hold the longest pair ({lengths.max()} tokens), but "
@@ -99,14 +98,12 @@ class TokenBatchSource:
             )
         self._spec = spec
         self._rank_slice = rank_slice
-        self.row_order = RowOrder(
-            [spec.seed] if spec.shuffle else [],
-            {
-                "number of pairs": len(lengths),
-                "tokens_per_batch": spec.tokens_per_batch,
-                "list of buckets": self.buckets.tolist(),
-            },
-        )
+        parts = {
+            "number of pairs": len(lengths),
+            "tokens_per_batch": spec.tokens_per_batch,
+            "list of buckets": self.buckets.tolist(),
+        }
+        self.row_order = RowOrder([spec.seed] if spec.shuffle else [], parts)
         counts = np.bincount(self._bucket_of, minlength=len(self.buckets))
         self.global_batch_size: int | None = None
         self.num_examples: int | None = len(lengths)
@@ -147,13 +144,11 @@ class TokenBatchSource:
         return [(bucket, indices) for _, bucket, indices in planned]
 
     def _host_batch(self, bucket: int, indices: np.ndarray) -> HostBatch:
-        length = int(self.buckets[bucket])
         num_rows = len(indices)
-        full = int(self._rows[bucket])
-        rows = local_rows(num_rows, self._rank_slice, padded_to=full)
+        rows = local_rows(num_rows, self._rank_slice, padded_to=int(self._rows[bucket]))
         own = indices[rows.indices]
         sources, targets = (
-            _padded([side[i] for i in own], length)
+            _padded([side[i] for i in own], int(self.buckets[bucket]))
             for side in (self._spec.pairs.sources, self._spec.pairs.targets)
         )
         # Full batches have a mask, too: otherwise each bucket would need two programs.

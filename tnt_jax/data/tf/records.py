@@ -111,19 +111,15 @@ def _paths(files: str | Path | Sequence[str | Path]) -> list[str]:
 
 def files_of(dataset: Any, *, most: int | None = None) -> list[str]:
     """Returns the existing files that sources of a pipeline with at most `most` strings name."""
-    names: list[str] = []
+    elements: list[Any] = []
+    specs = tf.nest.flatten(dataset.element_spec)
     if type(dataset).__name__ == "TFRecordDatasetV2":
-        filenames = private.parameter(dataset, "filenames").as_numpy_iterator()
-        names = [name.decode() for name in filenames]
-    elif not private.inputs(dataset) and any(
-        spec.dtype == tf.string for spec in tf.nest.flatten(dataset.element_spec)
-    ):
+        elements = list(private.parameter(dataset, "filenames").as_numpy_iterator())
+    elif not private.inputs(dataset) and any(spec.dtype == tf.string for spec in specs):
         elements = list(islice(dataset.as_numpy_iterator(), None if most is None else most + 1))
         elements = elements if most is None or len(elements) <= most else []
-        strings = (value for element in elements for value in tf.nest.flatten(element))
-        names = [
-            value.decode() for value in strings if isinstance(value, bytes) and len(value) < 4096
-        ]
+    strings = (value for element in elements for value in tf.nest.flatten(element))
+    names = [x.decode() for x in strings if isinstance(x, bytes) and len(x) < 4096]
     found = [name for name in names if tf.io.gfile.exists(name)]
     for source in private.inputs(dataset):
         found += files_of(source, most=most)
