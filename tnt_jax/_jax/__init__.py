@@ -91,7 +91,6 @@ from tnt_jax._jax.programs import (
     mapped_axes,
     needed_operands,
     new_variable,
-    operations_of_products,
     run_equation,
     shard_map,
     threefry2x32_p,

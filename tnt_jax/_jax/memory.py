@@ -1,6 +1,7 @@
 """Memory of programs: by an estimate before they are compiled, and by the compiler."""
 
 from collections.abc import Iterable
+from itertools import count
 from typing import Any, NamedTuple
 
 from tnt_jax._jax.programs import (
@@ -43,10 +44,8 @@ class TracedProgram:
         return max(map(live_bytes, self._jaxprs))
 
     def operations(self) -> int:
-        """Returns how many numbers it multiplies in products, on each device of a `shard_map`.
-
-        What no result needs is left out, as by the compiler: passes trace all rows once more.
-        """
+        """Returns how many numbers it multiplies in products, on each device of a `shard_map`."""
+        # The compiler leaves out what no result needs: passes trace all rows once more.
         return sum(operations_of_products(without_dead_code(x)) for x in self._jaxprs)
 
     def compile(self, *, held_bytes: int = 0) -> "ProgramMemory":
@@ -55,12 +54,10 @@ class TracedProgram:
 
 
 class ProgramMemory(NamedTuple):
-    """The bytes of a compiled program on each device: of its operands, and of what it computes.
-
-    The latter are results that do not take the place of operands, and the most held in between.
-    """
+    """The bytes of a compiled program on each device."""
 
     operand_bytes: int
+    # Of results that do not take the place of operands, and the most held in between.
     computed_bytes: int
     compiled: Any
 
@@ -93,15 +90,12 @@ def _programs_of(step: Any) -> Iterable[Any]:
 
 
 class _Step(NamedTuple):
-    """An operation of a program whose calls are inlined; values are numbers.
-
-    Results have their bytes; a loop or a branch holds `inner_bytes` while it runs.
-    """
+    """An operation of a program whose calls are inlined; values are numbers."""
 
     name: str
     operands: list[int]
-    results: dict[int, int]
-    inner_bytes: int
+    results: dict[int, int]  # And their bytes.
+    inner_bytes: int  # Of a loop or a branch while it runs.
 
 
 def live_bytes(jaxpr: Any) -> int:
@@ -152,14 +146,14 @@ def _most_at_once(steps: list[_Step], held: set[int]) -> int:
 
 def _inlined(jaxpr: Any) -> tuple[list[_Step], set[int]]:
     steps: list[_Step] = []
-    count = iter(range(2**62))
+    numbers = count()
 
     def run(jaxpr: Any, operands: list[int | None]) -> list[int | None]:
         values = dict(zip(jaxpr.invars, operands, strict=True))
 
         def read(variables: Any) -> list[int | None]:
             return [
-                None if isinstance(x, Literal) else values.setdefault(x, next(count))
+                None if isinstance(x, Literal) else values.setdefault(x, next(numbers))
                 for x in variables
             ]
 
@@ -175,7 +169,7 @@ def _inlined(jaxpr: Any) -> tuple[list[_Step], set[int]]:
             steps.append(_Step(equation.primitive.name, used, made, nbytes))  # type: ignore[arg-type]
         return read(jaxpr.outvars)
 
-    results = run(jaxpr, [next(count) for _ in jaxpr.invars])
+    results = run(jaxpr, [next(numbers) for _ in jaxpr.invars])
     return steps, {x for x in results if x is not None}
 
 
@@ -186,10 +180,9 @@ def _result_bytes(equation: Any, aval: Any) -> int:
 
 def _own_bytes(equation: Any) -> int:
     """Returns the bytes that an operation holds beside its operands and results."""
-    name = equation.primitive.name
-    if name == "random_bits":  # Counters.
+    if equation.primitive.name == "random_bits":  # Counters.
         return 2 * _nbytes(equation.outvars[0].aval)
-    if name == "select_and_scatter_add":  # Indices by which maxima of windows are found.
+    if equation.primitive.name == "select_and_scatter_add":  # Indices of the maxima of windows.
         operand = equation.invars[-1].aval
         return operand.ndim * operand.size * 4
     return 0

@@ -477,12 +477,10 @@ def unjitted(jitted: Any) -> Callable:
 
 
 def keep_all_but_gathered(function: Callable) -> Callable:
-    """Returns `function`, which gathers its parameters again for backpropagation.
-
-    Everything else is kept. `jax.checkpoint` would put a barrier around it, so that activations
-    were written as they are kept, such as a normalization's in float32, where the compiler
-    otherwise computes them from half as many bytes as it reads them.
-    """
+    """Returns `function`, which gathers its parameters again for backpropagation, and no more."""
+    # By default `jax.checkpoint` puts a barrier around it, so that activations are written as they
+    # are kept, such as a normalization's in float32, where the compiler otherwise computes them
+    # from half as many bytes as it reads them.
     return jax.checkpoint(function, policy=_is_kept, prevent_cse=False)
 
 
