@@ -32,10 +32,7 @@ _running: dict[threading.Thread, threading.Event] = {}
 
 
 def start_reader(read: Callable[[], None], name: str, stopped: threading.Event) -> None:
-    """Starts a thread for which the end of the interpreter waits for some seconds.
-
-    That sets `stopped`, whereupon `read` should return.
-    """
+    """Starts a thread that the end of the interpreter asks to end, by `stopped`, and waits for."""
     readers = phases.here().readers
 
     def run() -> None:
@@ -76,8 +73,7 @@ def rank_slice_of(runtime: Runtime) -> RankSlice:
 def make_put(mesh: Mesh, *, stacked: bool = False) -> Callable[[Any], Any]:
     """Returns a function from this process's rows to arrays sharded by row over all ranks.
 
-    It takes a pytree of host arrays `[local_rows, ...]`, or stacked `[batches, local_rows, ...]`,
-    and returns arrays `[ranks * rows per rank, ...]` without waiting for the copy.
+    It takes a pytree of host arrays `[local_rows, ...]`, or stacked `[batches, local_rows, ...]`.
     """
     row_dim = 1 if stacked else 0
     sharding = NamedSharding(mesh, PartitionSpec(*(None,) * row_dim, _jax.rank_axes(mesh)))
@@ -96,10 +92,9 @@ def make_put(mesh: Mesh, *, stacked: bool = False) -> Callable[[Any], Any]:
 class Feed:
     """Iterates over items that a thread prepares while the caller works on earlier ones.
 
-    `prepare` maps an item to what the caller gets, for instance puts it on the devices. The items
-    end if it `gives_up`, asked a few times a second, while one is waited for. The caller gets an
-    exception of `items` or `prepare` in place of the item. Use it as a context manager: leaving it
-    stops the thread.
+    The caller gets what `prepare` returns for an item, or its exception. The items end if it
+    `gives_up`, asked a few times a second, while one is waited for. Leaving the context stops the
+    thread.
     """
 
     def __init__(
@@ -110,10 +105,8 @@ class Feed:
         threaded: bool = True,
         gives_up: Callable[[], bool] | None = None,
     ) -> None:
-        self._items = items
+        self._items, self._threaded, self._gives_up = items, threaded, gives_up
         self._prepare = timeline.recorded(prepare, "put a batch on the devices", "data")
-        self._threaded = threaded
-        self._gives_up = gives_up
         self._ready: queue.Queue[tuple[str, Any]] = queue.Queue(BATCHES_AHEAD)
         self._stopped = threading.Event()
 

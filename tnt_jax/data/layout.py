@@ -41,10 +41,9 @@ class RankSlice:
         )
 
     def rows_of(self, num_rows: Any, *, padded_to: Any = None) -> tuple[Any, Any]:
-        """Returns the first row of this process in a batch, and the end of its group's rows.
+        """Returns the first row of this process, and the end of its group's rows or beyond.
 
-        The end may be beyond the batch. The number of rows may be one of TensorFlow's. Ranks have
-        the rows that each has of `padded_to` rows, by default of as many.
+        The numbers may be TensorFlow's. Ranks have as many rows as of `padded_to` rows.
         """
         group, rank = divmod(self.first_rank, self.num_ranks // self.num_groups)
         part = -(-num_rows // self.num_groups)
@@ -85,10 +84,7 @@ def micro_batch_size(num_rows: int, num_ranks: int) -> int:
 
 
 def local_rows(num_rows: int, rank_slice: RankSlice, *, padded_to: int | None = None) -> LocalRows:
-    """Returns the rows that the process at `rank_slice` feeds of a global batch of `num_rows` rows.
-
-    There may be fewer real rows than ranks. Ranks have as many as of `padded_to` rows, if given.
-    """
+    """Returns the rows of a process of a global batch; ranks have as many as of `padded_to`."""
     assert num_rows >= 1
     micro = micro_batch_size(padded_to or num_rows, rank_slice.num_ranks)
     first, end = rank_slice.rows_of(num_rows, padded_to=padded_to)
@@ -117,10 +113,9 @@ def resolve_batch_size(
     drop_remainder: bool = False,
     num_examples: int | None = None,
 ) -> int:
-    """Returns the global batch size, which can be given in two ways that must agree.
+    """Returns the global batch size: that of the dataset, or by `micro` that of a rank.
 
-    These are the rows that the dataset is batched with, and with `micro` those of one rank, either
-    of which may be None. It is a ValueError if they contradict one another or the data, if known.
+    It is a ValueError if they contradict one another or the data, or if both are None.
     """
     for name, size in (("batch size", batch_size), ("tnt_micro_batch_size", micro)):
         if isinstance(size, str):
@@ -144,7 +139,7 @@ def resolve_batch_size(
     if size < num_ranks:
         raise ValueError(
             f"The global batch size ({size}) must be at least the number of {rank_slice.kind} "
-            f"({num_ranks}){_advice(rank_slice)}"
+            f"({num_ranks}): {_ADVICE_VIRTUAL if rank_slice.are_virtual else _ADVICE}"
         )
     if num_examples == 0:
         raise ValueError("The dataset is empty: at least one example is needed.")
@@ -156,17 +151,15 @@ def resolve_batch_size(
     return size
 
 
-def _advice(rank_slice: RankSlice) -> str:
-    if rank_slice.are_virtual:
-        return (
-            ": with reproducible=True every global batch is cut into that many chunks, on any "
-            "number of devices. Use a larger batch, or pass a smaller power of two as "
-            "virtual_ranks (which changes the results)."
-        )
-    return (
-        ": some ranks would never see a row. Use a larger batch, or fewer devices with "
-        "tnt_jax.init(devices=...)."
-    )
+_ADVICE = (
+    "some ranks would never see a row. Use a larger batch, or fewer devices with "
+    "tnt_jax.init(devices=...)."
+)
+_ADVICE_VIRTUAL = (
+    "with reproducible=True every global batch is cut into that many chunks, on any number of "
+    "devices. Use a larger batch, or pass a smaller power of two as virtual_ranks (which changes "
+    "the results)."
+)
 
 
 def describe_sizes(rank_slice: RankSlice, source: Any, *, seed: int | None = None) -> str:

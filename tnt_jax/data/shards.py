@@ -29,8 +29,7 @@ class ShardSource:
 
     Every process must make its sources in the same order, and iterate them equally often. Batches
     have at most `micro_batch_size` times the local ranks rows each; by default what the largest
-    first batch of all processes needs. An iterator continues from epoch to epoch; anything else is
-    iterated anew in each epoch.
+    first batch of all processes needs. An iterator is read on from epoch to epoch.
     """
 
     in_memory = False

@@ -50,9 +50,8 @@ def is_endless(dataset: Any) -> bool:
 
 def num_shards(loader: Any) -> int:
     """Returns the number of shards of which a PyTorch or Grain `DataLoader` reads one, or 1."""
-    sampler = getattr(
-        getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None)
-    )
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    sampler = getattr(batch_sampler, "sampler", getattr(loader, "sampler", None))
     # PyTorch's DistributedSampler; Grain's samplers and loaders.
     counts = [getattr(sampler, "num_replicas", 1)]
     for part in (loader, getattr(loader, "_sampler", None)):
@@ -176,8 +175,7 @@ class ArraySource:
 class IterableSource:
     """Batches of any iterable whose elements are whole global batches, the same on every process.
 
-    A generator or other iterator is read on from epoch to epoch; anything else is iterated anew
-    each epoch. `first_checksums` are of the contents of the first batch; None before it was read.
+    An iterator is read on from epoch to epoch. `first_checksums` are None before the first batch.
     """
 
     in_memory = False
@@ -216,10 +214,7 @@ class IterableSource:
 
 
 def passes_of(batches: Iterable[Any]) -> Callable[[int], Iterator[Any]]:
-    """Returns a function from an epoch to its batches, in an order of its own where they have one.
-
-    An iterator is read on; anything else begins anew.
-    """
+    """Returns a function from an epoch to its batches; an iterator is read on."""
     if isinstance(batches, Iterator):
         running = iter(batches)
         return lambda epoch: running
@@ -271,15 +266,14 @@ def common_length(arrays: Any) -> int:
     """Returns the first dimension that all arrays of a pytree, at least one, must share."""
     leaves = jax.tree_util.tree_leaves_with_path(arrays)
     lengths = {jax.tree_util.keystr(path): np.shape(leaf)[:1] for path, leaf in leaves}
-    if not lengths or () in lengths.values() or len(set(lengths.values())) > 1:
-        found = ", ".join(
-            f"{path or 'data'}: {length[0] if length else 'a scalar'}"
-            for path, length in lengths.items()
-        )
-        raise ValueError(
-            f"All arrays must have the same number of rows, but got {found or 'no array at all'}."
-        )
-    return next(iter(lengths.values()))[0]
+    found = set(lengths.values())
+    if len(found) == 1 and () not in found:
+        return found.pop()[0]
+    parts = (f"{path or 'data'}: {n[0] if n else 'a scalar'}" for path, n in lengths.items())
+    raise ValueError(
+        "All arrays must have the same number of rows, but got "
+        f"{', '.join(parts) or 'no array at all'}."
+    )
 
 
 def announced_batch(
@@ -328,10 +322,9 @@ def given_batch_size(options: ReadOptions) -> int | None:
 
 def _as_arrays(x: Any) -> Any:
     """Converts lists of numbers to arrays and keeps all other structure."""
-    if isinstance(x, (tuple, list)) and x and all(isinstance(value, (int, float)) for value in x):
-        return np.asarray(x)
     if isinstance(x, Mapping):
         return {key: _as_arrays(value) for key, value in x.items()}
     if isinstance(x, (tuple, list)):
-        return type(x)(_as_arrays(value) for value in x)
+        is_array = x and all(isinstance(value, (int, float)) for value in x)
+        return np.asarray(x) if is_array else type(x)(map(_as_arrays, x))
     return torch_to_numpy(x) if is_torch_tensor(x) else x

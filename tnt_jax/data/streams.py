@@ -116,11 +116,10 @@ def _check_next(
 
 
 class EpochStream:
-    """The batches of successive epochs.
+    """The batches of successive epochs, each a pass over the source, or `steps_per_epoch` steps.
 
-    Without `steps_per_epoch` an epoch is one pass over the source. With it an epoch is that many
-    steps, and the next epoch continues where this one stopped; a pass that ends early ends the
-    epoch, with a warning, as in Keras.
+    Then the next epoch continues where this one stopped; a pass that ends early ends the epoch,
+    with a warning, as in Keras.
     """
 
     def __init__(self, source: Source, *, steps_per_epoch: int | None = None) -> None:
@@ -266,7 +265,7 @@ def open_stream(
 
     It waits until all processes have made the same call with the same kind of data and arguments,
     and fails on all if the data of one cannot be read. `meanwhile` is done while the first batch is
-    read, if the data of all processes says beforehand what it is like, by a method `announce`.
+    read, if the data of all announces what it is like.
     """
     stream = first = error = None
     is_alone = runtime.get_process_count() == 1
