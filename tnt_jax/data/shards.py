@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tnt_jax.data.agreement import CoordinationBoard, Exchange, ReadAhead, Report, unique_name
+from tnt_jax.data import agreement
+from tnt_jax.data.agreement import CoordinationBoard, Exchange, ReadAhead, Report
 from tnt_jax.data.elements import as_batch
 from tnt_jax.data.layout import RankSlice
 from tnt_jax.data.permutation import RowOrder
@@ -45,7 +46,7 @@ class ShardSource:
     ) -> None:
         self._rank_slice, self._micro = rank_slice, micro_batch_size
         self._board = CoordinationBoard() if board is None else board
-        self._name = unique_name("shards") if board is None else "shards"
+        self._name = agreement.unique_name("shards") if board is None else "shards"
         self._pass_of = passes_of(batches)
         self.row_order = RowOrder(
             parts={"number of shards": self._board.num_processes},
@@ -56,7 +57,8 @@ class ShardSource:
         self._first_forms: list[str] = []
         self.global_batch_size = micro_batch_size and micro_batch_size * rank_slice.num_ranks
         self.num_examples: int | None = None
-        self.num_batches: int | None = self._longest(length_of(batches))
+        lengths = agreement.gather(self._board, f"{self._name}/length", length_of(batches))
+        self.num_batches: int | None = None if None in lengths else max(lengths)
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows, one batch a step, until the data of all has ended."""
@@ -143,11 +145,3 @@ class ShardSource:
         firsts = np.cumsum([0, *full_of]).tolist()
         real = tuple(slice(first, first + n) for first, n in zip(firsts, rows_of, strict=False))
         return HostBatch(data, mask, sum(rows_of), real)
-
-    def _longest(self, length: int | None) -> int | None:
-        """Agrees on the number of steps before the epoch, if every shard knows its length."""
-        own = [] if length is None else [length]
-        exchange = Exchange(self._board, f"{self._name}/length")
-        exchange.post(Report(own, has_ended=True, local_ranks=self._rank_slice.local_ranks))
-        lengths = [report.num_rows for report in exchange.read()]
-        return max(length[0] for length in lengths) if all(lengths) else None
