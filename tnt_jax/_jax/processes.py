@@ -54,10 +54,9 @@ class _CalledClient:
 
 
 class SignedStore:
-    """The client of the coordination service, whose values carry the signature of the job.
+    """The client of the coordination service, to which anyone who can connect can write.
 
-    Anyone who can connect to the service can write to it. A value that no process of this job wrote
-    raises a RuntimeError where it is read.
+    Values carry the signature of the job; another one raises a RuntimeError where it is read.
     """
 
     def __init__(self, client: Any) -> None:

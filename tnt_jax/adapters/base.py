@@ -223,9 +223,9 @@ class CallStyle:
 class VariablePath(str):
     """A path in a library that numbers objects, with the variable's name in files.
 
-    It is a key of parameters or model state, such as `dense_3/kernel`, whose last parts the library
-    numbers anew for every object, while `saved_as` depends only on the structure of the model. It
-    equals the plain string. Two of them are equal if they also have the same name in files.
+    The library numbers the parts of a key such as `dense_3/kernel` anew for every object, while
+    `saved_as` depends only on the structure of the model. It equals the plain string. Two of them
+    are equal if they also have the same name in files.
     """
 
     __slots__ = ("saved_as",)

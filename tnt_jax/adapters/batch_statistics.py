@@ -9,12 +9,11 @@ def real_row_moments(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the mean and biased variance `[features]` of the rows of `x` whose mask is 1.
 
-    The dtype is at least float32. They are those of the ranks on the named axes, or of this rank
-    alone. A rank without real rows and without synchronised statistics uses its padding: its share
-    of every average is 0.
+    The dtype is at least float32. They are those of the ranks on the named axes, or of this rank.
     """
     features = feature_dim % x.ndim
     others = tuple(dim for dim in range(x.ndim) if dim != features)
+    # A rank of its own without real rows uses its padding: its share of every average is 0.
     weight = mask if axis_name is not None else jnp.where(jnp.sum(mask) > 0, mask, 1.0)
     weight = weight.reshape(-1, *(1,) * (x.ndim - 1))
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -30,20 +30,16 @@ class _Call(NamedTuple):
 
 
 class KerasAdapter(Adapter):
-    """A Keras model, which holds its own variables.
-
-    Training starts from these variables and is written back into them.
+    """A Keras model, which holds its own variables: training starts from them and writes them back.
 
     Params are the model's trainable variables and model state the others, both by path. These are
-    exact on any number of ranks: dropout and all other random numbers with one row per row of the
-    batch, weight and activity regularizers, batch normalisation with `synchronized`, and losses
-    passed to `add_loss` as means or sums over full ranks or as values `[rows]`. In a last batch
-    with padded rows, a scalar loss on the activations includes the repeated rows of its rank, with
-    a warning.
+    exact on any number of ranks: random numbers with one row per row of the batch, weight and
+    activity regularizers, batch normalisation with `synchronized`, and losses passed to `add_loss`
+    as means or sums over full ranks or as values `[rows]`. In a last batch with padded rows, a
+    scalar loss on the activations includes the repeated rows of its rank, with a warning.
 
     Random numbers follow from the step, in evaluation from the place of a row in the data, and not
-    from the states of the seed generators, which do not change. Dropout therefore differs from that
-    of `keras_model.fit`.
+    from the states of the seed generators: dropout differs from that of `keras_model.fit`.
     """
 
     holds_variables = True
@@ -71,11 +67,7 @@ class KerasAdapter(Adapter):
         self.draws: dict[Any, Draws] = {}
 
     def sample_inputs(self) -> Any:
-        """Returns one row for each input if the model knows its inputs.
-
-        It does as a functional or Sequential model with given inputs, and after `attach`. Of
-        another model whose layers are built, there are no inputs but its variables.
-        """
+        """Returns one row for each input; none of a model that knows its variables alone."""
         inputs = getattr(self.module, "inputs", None)
         if not self.module.built or not inputs:
             # Layers that are built hold their variables; `attach` then needs no inputs yet.

@@ -1,6 +1,4 @@
-"""Keras layers inside a step: random numbers per row, statistics and sums without padding.
-
-Paths of a Keras model's variables, and names for files that follow from its structure.
+"""Keras layers inside a step, and paths of variables with names for files.
 
 Keras numbers unnamed layers in the order in which a process creates them, and prefixes the paths of
 variables with the model's name depending on how it was built. In files a variable is therefore
@@ -59,10 +57,10 @@ def paths_of(
 ) -> "OrderedDict[VariablePath, keras.Variable]":
     """Returns the variables of a model by path, in their order; equal paths are numbered."""
     names = _names(model)
-    numbered = _numbered(((v.path, v) for v in variables), separator="#")
+    numbered = enumerate(_numbered(((v.path, v) for v in variables), separator="#"))
     return OrderedDict(
         (VariablePath(path, names.get(id(variable), f"variables/{index}")), variable)
-        for index, (path, variable) in enumerate(numbered)
+        for index, (path, variable) in numbered
     )
 
 
@@ -150,9 +148,9 @@ def layers_of_a_rank(
 ) -> Iterator[list[Any]]:
     """Traces all layers over one rank's rows, as part of the global batch, in the `with` block.
 
-    The key draws per row of the global batch, in place of the states of all seed generators. If
-    `synchronized`, the statistics of batch normalisation are those of all ranks together. Yields a
-    list with an entry for each activity regularizer loss that leaves out padded rows.
+    The key stands for the states of all seed generators. If `synchronized`, the statistics of batch
+    normalisation are those of all ranks. Yields an entry for each activity regularizer loss that
+    leaves out padded rows.
     """
     draws = count()
 
@@ -188,8 +186,7 @@ def keras_batch_norm_off() -> Iterator[None]:
 @contextmanager
 def _regularising_real_rows(layers: list[keras.Layer], mask: jax.Array) -> Iterator[list[Any]]:
     """Makes activity regularizers, which Keras averages over rows, average over real rows."""
-    regularized = [layer for layer in layers if layer.activity_regularizer is not None]
-    originals = [layer.activity_regularizer for layer in regularized]
+    originals = [(x, x.activity_regularizer) for x in layers if x.activity_regularizer is not None]
     real_rows = jnp.maximum(jnp.sum(mask), 1)
     regularized_outputs: list[Any] = []
 
@@ -204,9 +201,9 @@ def _regularising_real_rows(layers: list[keras.Layer], mask: jax.Array) -> Itera
         return regularize
 
     try:
-        for layer, regularizer in zip(regularized, originals, strict=True):
+        for layer, regularizer in originals:
             layer.activity_regularizer = of_real_rows(regularizer)
         yield regularized_outputs
     finally:
-        for layer, regularizer in zip(regularized, originals, strict=True):
+        for layer, regularizer in originals:
             layer.activity_regularizer = regularizer

@@ -20,15 +20,12 @@ _RNGS_OF_CALL = 2**31  # Distinct from the numbers of the module's own streams.
 
 
 class NnxAdapter(Adapter):
-    """An NNX module, which holds its own variables.
-
-    Training starts from these variables and is written back into them.
+    """An NNX module, which holds its own variables: training starts there and writes them back.
 
     Params are the variables of type `nnx.Param`; all other variables and arrays are model state,
     except random streams, and losses that the module adds itself (variables of a class `Loss` or
     `losses`), which count in training. The streams are reseeded in every step from its key and the
-    position of the stream in the module, so random numbers depend neither on the number of ranks
-    nor on earlier calls of the module. A `__call__` that takes `rngs` gets such streams.
+    position of the stream in the module. A `__call__` that takes `rngs` gets such streams.
     """
 
     holds_variables = True
@@ -277,10 +274,10 @@ def check_unshared(tree: Any) -> None:
 
 
 class OpenModule:
-    """An NNX module inside a step as a function of its parameters `params`, an `nnx.State`.
+    """An NNX module inside a step as a function of its variables of type `nnx.Param`, `params`.
 
-    They are the variables of type `nnx.Param`; `close` updates the others. A module that draws
-    random numbers needs the key of the step, from which its streams are seeded.
+    `close` updates the others. The streams of a module that draws random numbers are seeded from
+    the key of the step.
     """
 
     def __init__(self, module: nnx.Module, key: jax.Array | None) -> None:

@@ -137,9 +137,8 @@ _FROZEN = "frozen_params"
 class PartlyTrained(_WrappingAdapter):
     """An adapter that trains only some of the parameters.
 
-    A parameter's path is written `encoder/Dense_0/kernel`. A pattern names a parameter, or a
-    subtree by the beginning of its path, and may contain `*`, which also matches slashes. All
-    parameters are trainable if that is None.
+    A pattern names a parameter, such as `encoder/Dense_0/kernel`, or a subtree by the beginning of
+    its path, and may contain `*`, which also matches slashes. None makes all trainable.
     """
 
     def __init__(
