@@ -56,10 +56,8 @@ def rank_axes(mesh: Any = None) -> str | tuple[str, ...]:
     mesh they are among the axes that the traced function is mapped over.
     """
     sizes = mapped_sizes() if mesh is None else mesh.shape
-    axes = tuple(name for name in RANK_AXES if sizes.get(name, 1) > 1)
-    if len(axes) == 1:
-        return axes[0]
-    return axes or DATA_AXIS
+    axes = tuple(name for name in RANK_AXES if sizes.get(name, 1) > 1) or (DATA_AXIS,)
+    return axes[0] if len(axes) == 1 else axes
 
 
 def num_ranks(mesh: Any) -> int:
@@ -73,11 +71,8 @@ def local_ranks(mesh: Mesh, process: int | None = None) -> list[int]:
     # A rank is spread over the devices of the axes that do not split the rows.
     by_rank = np.moveaxis(mesh.devices, others, range(-len(others), 0)).reshape(num_ranks(mesh), -1)
     here = jax.process_index() if process is None else process
-    return [
-        rank
-        for rank, devices in enumerate(by_rank)
-        if any(device.process_index == here for device in devices)
-    ]
+    owners = enumerate({device.process_index for device in devices} for devices in by_rank)
+    return [rank for rank, processes in owners if here in processes]
 
 
 def _own_mapped_sizes() -> dict[Any, int]:
@@ -217,9 +212,8 @@ def vary(tree: Any, axes: Iterable[str]) -> Any:
 
 def zeros_like(tree: Any) -> Any:
     """Returns zeros in the place of arrays, varying where these do."""
-    return jax.tree.map(
-        lambda x: make_varying(jnp.zeros_like(x)) if is_varying(x) else jnp.zeros_like(x), tree
-    )
+    zeros = jax.tree.map(jnp.zeros_like, tree)
+    return jax.tree.map(lambda x, y: make_varying(y) if is_varying(x) else y, tree, zeros)
 
 
 def local_copy(x: Any) -> Any:
@@ -253,9 +247,8 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
 
     def put(x: Any) -> jax.Array:
         if is_key(x):
-            return jax.random.wrap_key_data(
-                put(jax.random.key_data(x)), impl=jax.random.key_impl(x)
-            )
+            words = put(jax.random.key_data(x))
+            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
         # A copy, because buffers of the training state are donated and the caller keeps its own.
         host = np.array(x)
         return jax.make_array_from_process_local_data(sharding, host, host.shape)

@@ -37,9 +37,8 @@ def _without_ynn_convolutions() -> dict[str, Any]:
     options: dict[str, Any] = {"xla_cpu_experimental_ynn_fusion_type": kinds}
     if importlib.metadata.version("jaxlib") in _WITH_YNN:
         return options
-    number = jax.ShapeDtypeStruct(
-        (), jnp.float32, sharding=SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    )
+    device = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=device)
     try:
         jax.jit(lambda x: x).lower(number).compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
@@ -51,11 +50,9 @@ def _without_ynn_convolutions() -> dict[str, Any]:
 
 
 def options_of_one_run() -> dict[str, Any]:
-    """Returns the compiler options for a program of the default device that runs once.
-
-    On CPUs the compiler then spends a third of the time or less on random numbers. From JAX 0.12
-    on, these differ by rounding.
-    """
+    """Returns the compiler options for a program of the default device that runs once."""
+    # On CPUs the compiler then spends a third of the time or less on random numbers. From JAX 0.12
+    # on, these differ by rounding.
     return {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else {}
 
 
@@ -132,9 +129,8 @@ def _compiling() -> tuple[str, ...]:
     # done.
     parts = ("compiler.py",), ("interpreters", "partial_eval.py"), ("interpreters", "mlir.py")
     files = [_FOLDER + os.path.join("_src", *names) for names in parts]
-    for file in files:
-        if not os.path.exists(file):
-            raise ImportError(f"{file} does not exist")
+    if missing := [file for file in files if not os.path.exists(file)]:
+        raise ImportError(f"{missing[0]} does not exist")
     return (*files, _KEPT)
 
 

@@ -94,9 +94,7 @@ class SignedStore:
 def coordination_client() -> SignedStore:
     """Returns the client of the job's coordination service, which needs no device."""
     client = _client()
-    assert client is not None, (
-        "The coordination service exists after jax.distributed.initialize only."
-    )
+    assert client is not None, "There is no coordination service before jax.distributed.initialize."
     caller = _caller.get()
     return SignedStore(client if caller is None else _CalledClient(client, caller))
 
@@ -121,11 +119,9 @@ def _client() -> Any:
 
 
 def value_of_key(client: Any, key: str) -> str | None:
-    """Returns the value of a key of the coordination service, or None if it has none.
-
-    It does not wait. Threads that wait for what may never come ask so again and again: a call of
-    `blocking_key_value_get` that runs out of time leaves 20 to 35 kB in the process (JAX 0.10.2).
-    """
+    """Returns the value of a key of the coordination service at once, or None if it has none."""
+    # Threads that wait for what may never come ask so again and again: a `blocking_key_value_get`
+    # that runs out of time leaves 20 to 35 kB in the process (JAX 0.10.2).
     try:
         return _try_get(client, key)
     except jax.errors.JaxRuntimeError as error:
@@ -179,12 +175,7 @@ def coordinator_listens() -> bool:
 
 
 class _Recoverable:
-    """Stands for jaxlib where JAX connects to the coordination service.
-
-    By default a client that loses the service aborts the process, within a message of the log. With
-    a callback, the conversion of the error fails (std::bad_cast) outside of it, and
-    `stop_threads_that_fail` can stop the thread of the client alone.
-    """
+    """Stands for jaxlib where JAX connects to the coordination service."""
 
     def __init__(self, plain: Any) -> None:
         self._plain = plain
@@ -194,6 +185,9 @@ class _Recoverable:
 
     def get_distributed_runtime_client(self, *args: Any, **options: Any) -> Any:
         """Returns a client whose loss of the service need not end the process."""
+        # By default that aborts the process, within a message of the log. With a callback, the
+        # conversion of the error fails (std::bad_cast) outside of it, and `stop_threads_that_fail`
+        # can stop the thread of the client alone.
         options["missed_heartbeat_callback"] = lambda *_: None
         return self._plain.get_distributed_runtime_client(*args, **options)
 
@@ -213,8 +207,7 @@ def outlive_service() -> None:
 def leave_job() -> None:
     """Closes the devices and forgets the coordination service, so that another can be joined.
 
-    It waits for nobody: others may be lost. The service and the client stay in memory, as their end
-    could wait for the others, or end them. All arrays and compiled programs become useless.
+    It waits for nobody, as others may be lost. All arrays and compiled programs become useless.
     """
     # Private. Checked with JAX 0.12.0. jax.distributed.shutdown waits for the service, which may
     # have been in a process that is lost.
@@ -223,6 +216,7 @@ def leave_job() -> None:
 
     clear_backends()
     state = distributed.global_state
+    # Their end could wait for the others, or end them.
     for left in (state.client, state.service):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
     state.client = state.service = state.preemption_sync_manager = None
