@@ -41,9 +41,9 @@ _LOST = "Programs of other processes than the first are compiled at every start.
 def keep_programs_of_each_process(processor: str, *, turns: str | None = None) -> None:
     """Has this process keep all programs that it compiles for CPUs, until its job ends.
 
-    Which programs, and where, JAX's settings of the compilation cache say; without a folder for it,
-    nothing is kept. `processor` says what processors that run the same programs have in common. One
-    of the processes with the same `turns` compiles a program for all; with None each does.
+    JAX's settings of the compilation cache say which, and where. `processor` says what processors
+    that run the same programs have in common. One of the processes with the same `turns` compiles a
+    program for all; with None each does.
     """
     if not _is_on.get():
         _is_on.set(True)

@@ -107,11 +107,9 @@ def _group_size(operation: Any) -> int:
     top = operation
     while top.parent is not None:
         top = top.parent
-    (mesh,) = (
-        inner
-        for inner in top.regions[0].blocks[0].operations
-        if inner.operation.name == "sdy.mesh" and str(inner.attributes["sym_name"]) == f'"{name}"'
-    )
+    inside = (inner.operation for inner in top.regions[0].blocks[0].operations)
+    meshes = (x for x in inside if x.name == "sdy.mesh")
+    (mesh,) = (x for x in meshes if _symbol(x, "sym_name") == name)
     size = 1
     for part in str(mesh.attributes["mesh"]).split("[")[1].split("]")[0].split(","):
         axis, _, length = part.strip().partition("=")

@@ -5,6 +5,7 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,7 +120,7 @@ def needed_operands(traced: Any, results: Any) -> Any:
 
 def _eliminated_here(jaxpr: Any, results: list[bool]) -> tuple[Any, list[bool]]:
     """As `_eliminated`, but programs that equations call are taken whole."""
-    outvars = [var for var, wanted in zip(jaxpr.outvars, results, strict=True) if wanted]
+    outvars = list(compress(jaxpr.outvars, results))
     needed = {var for var in outvars if isinstance(var, Var)}
     kept = []
     for equation in reversed(jaxpr.eqns):
@@ -200,11 +201,11 @@ def run_equation(equation: Any, operands: list[Any]) -> list[Any]:
 
 def draws_in(jaxpr: Any, key_dtype: Any) -> list[tuple[str, tuple[int, ...]]]:
     """Returns what a program draws by keys of a dtype, such as `random_bits`, and the shapes."""
+    drawing = ("random_bits", "random_split")
     return [
-        (equation.primitive.name, tuple(equation.params["shape"]))
-        for equation in _equations(jaxpr)
-        if equation.primitive.name in ("random_bits", "random_split")
-        and equation.invars[0].aval.dtype == key_dtype
+        (x.primitive.name, tuple(x.params["shape"]))
+        for x in _equations(jaxpr)
+        if x.primitive.name in drawing and x.invars[0].aval.dtype == key_dtype
     ]
 
 
@@ -409,8 +410,8 @@ def _maker_of(jaxpr: Any, var: Any) -> tuple[str, Any, Any]:
 def convolves_slowly_in_loops(jitted: Any, *args: Any) -> bool:
     """Returns whether a jitted function, which is traced, convolves with features not last."""
     return any(
-        equation.params["dimension_numbers"] != _features_last(equation.outvars[0].aval.ndim)
-        for equation in convolutions_in(jitted.trace(*args).jaxpr.jaxpr)
+        x.params["dimension_numbers"] != _features_last(x.outvars[0].aval.ndim)
+        for x in convolutions_in(jitted.trace(*args).jaxpr.jaxpr)
     )
 
 
@@ -422,8 +423,7 @@ def convolutions_in(jaxpr: Any) -> list[Any]:
 def with_features_last(program: Any) -> Any:
     """Returns a program with the same results, whose convolutions have their features last.
 
-    So have those of programs that it calls. XLA's CPU compiler transposes operands likewise, as its
-    library takes no others, but outside loops alone.
+    XLA's CPU compiler transposes operands likewise, but outside loops alone.
     """
     return ClosedJaxpr(_with_features_last(program.jaxpr), program.consts)
 
@@ -502,8 +502,7 @@ def shard_map(function: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any) 
     `vmap`, as XLA fails at a collective over one device of several axes.
     """
     ranks = [name for name in RANK_AXES if name in mesh.axis_names]
-    is_divided = ranks and num_ranks(mesh) == 1 < mesh.size
-    if is_divided and STAGE_AXIS not in mesh.axis_names:
+    if ranks and num_ranks(mesh) == 1 < mesh.size and STAGE_AXIS not in mesh.axis_names:
         for name in ranks:
             function = _named(function, name)
         return function
@@ -556,8 +555,5 @@ def was_summed(x: Any, axis_name: str) -> bool:
         return axis_name in equation.params.get("axes", ())
     if equation.primitive.name not in _SCALING:
         return False
-    return any(
-        was_summed(operand, axis_name)
-        for operand in equation.in_tracers
-        if getattr(operand, "size", 0) == x.size
-    )
+    alike = (y for y in equation.in_tracers if getattr(y, "size", 0) == x.size)
+    return any(was_summed(operand, axis_name) for operand in alike)
