@@ -163,19 +163,17 @@ def _inlined(jaxpr: Any) -> tuple[list[_Step], set[int]]:
             if equation.primitive.name in _INLINED and len(inner) == 1:
                 values.update(zip(equation.outvars, run(inner[0], given), strict=True))
                 continue
-            made = {read([x])[0]: _result_bytes(equation, x.aval) for x in equation.outvars}
+            name = equation.primitive.name
+            # Of two words for each random number, which are combined where they are used.
+            words = 2 if name == "random_bits" else 1
+            made = {read([x])[0]: words * _nbytes(x.aval) for x in equation.outvars}
             nbytes = max([_own_bytes(equation), *map(live_bytes, inner)])
             used = [x for x in given if x is not None]
-            steps.append(_Step(equation.primitive.name, used, made, nbytes))  # type: ignore[arg-type]
+            steps.append(_Step(name, used, made, nbytes))  # type: ignore[arg-type]
         return read(jaxpr.outvars)
 
     results = run(jaxpr, [next(numbers) for _ in jaxpr.invars])
     return steps, {x for x in results if x is not None}
-
-
-def _result_bytes(equation: Any, aval: Any) -> int:
-    # Of two words for each random number, which are combined where they are used.
-    return _nbytes(aval) * (2 if equation.primitive.name == "random_bits" else 1)
 
 
 def _own_bytes(equation: Any) -> int:

@@ -81,7 +81,10 @@ class NnxAdapter(Adapter):
             return Applied(outputs, model_state, 0.0)
         losses = jax.tree.leaves(nnx.pop(module, is_loss))
         penalty = sum((jnp.sum(loss) for loss in losses), start=0.0)
-        return Applied(outputs, _changed(module, model_state), penalty)
+        after = traverse_util.flatten_dict(_nested(nnx.state(module)))
+        # Without sown and other new variables.
+        state = {path: after[path] for path in traverse_util.flatten_dict(model_state)}
+        return Applied(outputs, traverse_util.unflatten_dict(state), penalty)
 
     def axis_names(self) -> Mapping[str, tuple[str | None, ...]]:
         """Returns the metadata `sharding` of the module's parameters, by path."""
@@ -203,14 +206,6 @@ def reseeded(random: nnx.State, key: jax.Array) -> nnx.State:
             fresh = jax.random.split(fresh, value.shape)
         streams.append((path, _with_value(leaf, fresh)))
     return nnx.from_flat_state(streams)
-
-
-def _changed(module: nnx.Module, before: Any) -> Any:
-    """Returns the new values of the model state `before`, without sown and other new variables."""
-    after = traverse_util.flatten_dict(_nested(nnx.state(module)))
-    return traverse_util.unflatten_dict(
-        {path: after[path] for path in traverse_util.flatten_dict(before)}
-    )
 
 
 def is_random(path: Any, value: Any) -> bool:
