@@ -275,7 +275,7 @@ def choose_modelled(name: str, rows: int, share: float | None) -> dict[str, Any]
 
     ways = [way_of("", adapter.apply)]
     began = time.perf_counter()
-    whole = ways[0].program(None).compile().peak_bytes
+    whole = ways[0].program(None).compile().most_bytes(0)
     seconds.append(time.perf_counter() - began)
     ways.append(way_of("remat='full'", rematerialized_apply(adapter.apply, "full")))
     limit = int(80e9 if share is None else share * whole)

@@ -225,7 +225,7 @@ def test_the_compiler_decides_by_the_memory_of_a_device(use_ranks, monkeypatch, 
         trainer = model._core.trainer
         program = _jax.ProgramMemory.of(trainer.lower_train_step(Batch(x, y)).compile())
         waiting = (x.nbytes + y.astype("i4").nbytes) // 2
-        assert chosen - program.peak_bytes >= 5 * waiting
+        assert chosen - program.most_bytes(0) >= 5 * waiting
         assert trainer.most_in_flight == 0
     assert compiled[:2] == [1, 1]
     assert rows[0] is None
@@ -371,7 +371,7 @@ def test_the_program_that_was_compiled_for_the_choice_runs(use_ranks, monkeypatc
     def choose(asked, ways, limit, **options):
         plain, saving = next(ways), next(ways)
         for way, rows in ((plain, 12), (saving, None), (saving, 8), (plain, 6)):
-            nbytes = way.program(rows).compile().peak_bytes
+            nbytes = way.program(rows).compile().most_bytes(0)
             looked_at.append(memory_choice.Attempt(way.name, nbytes, rows_at_once=rows))
         attempts = [(looked_at[0],), (looked_at[chosen],)]
         return memory_choice.Choice(asked, tuple(attempts[: 1 + (chosen > 0)]), limit)

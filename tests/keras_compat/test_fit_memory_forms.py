@@ -128,7 +128,7 @@ def needs(kind):
                 memory = way.program(None if way.why_whole() else 1).compile()
             except ValueError:
                 continue  # It has no blocks.
-            found[way.name] = memory.peak_bytes + way.beside
+            found[way.name] = memory.most_bytes(0) + way.beside
         raise ValueError("All were looked at")
 
     tnt.shutdown()

@@ -177,7 +177,8 @@ def lowered_step(schedule, num_micro_batches):
 def test_1f1b_needs_less_memory_than_gpipe(use_ranks):
     use_ranks(4)
     by_turns, gpipe = (
-        _jax.ProgramMemory.of(lowered_step(s, 16).compile()).peak_bytes for s in ("1f1b", "gpipe")
+        _jax.ProgramMemory.of(lowered_step(s, 16).compile()).most_bytes(0)
+        for s in ("1f1b", "gpipe")
     )
     assert by_turns < 0.5 * gpipe
 

@@ -79,11 +79,6 @@ class ProgramMemory(NamedTuple):
         """Returns the bytes of a device that holds so many, the operands among them."""
         return max(held_bytes, self.operand_bytes) + self.computed_bytes
 
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes of operands and of what is computed."""
-        return self.most_bytes(0)
-
 
 def _programs_of(step: Any) -> Iterable[Any]:
     return getattr(step, "by_name", {"": step}).values()
