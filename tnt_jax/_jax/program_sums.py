@@ -90,11 +90,9 @@ def _is_sum(operation: Any, num_devices: int) -> bool:
     if operation.name != _SUM or len(operation.operands) != 1:
         return False
     body = [inner.operation.name for inner in operation.regions[0].blocks[0].operations]
-    return (
-        body == ["stablehlo.add", "stablehlo.return"]
-        and _dtype(operation) in _TYPES
-        and _group_size(operation) == num_devices
-    )
+    if body != ["stablehlo.add", "stablehlo.return"] or _dtype(operation) not in _TYPES:
+        return False
+    return _group_size(operation) == num_devices
 
 
 def _group_size(operation: Any) -> int:

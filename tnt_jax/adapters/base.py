@@ -238,9 +238,8 @@ class VariablePath(str):
         return made
 
     def __eq__(self, other: object) -> bool:
-        return str.__eq__(self, other) is True and self.saved_as == getattr(
-            other, "saved_as", self.saved_as
-        )
+        saved_as = getattr(other, "saved_as", self.saved_as)
+        return str.__eq__(self, other) is True and self.saved_as == saved_as
 
     def __ne__(self, other: object) -> bool:
         return not self == other

@@ -141,9 +141,8 @@ class NnxAdapter(Adapter):
                 f"The module {self.name} has the variables {', '.join(missing)}, which the "
                 "variables given to it lack. A view needs a module with the same attributes."
             )
-        return nnx.from_flat_state(
-            [(path, _with_value(leaf, arrays[_names(path)])) for path, leaf in leaves]
-        )
+        found = [(path, _with_value(leaf, arrays[_names(path)])) for path, leaf in leaves]
+        return nnx.from_flat_state(found)
 
 
 class _BatchNormOfRealRows(nnx.BatchNorm):
@@ -254,10 +253,8 @@ def is_nnx_module(x: Any) -> bool:
 def check_unshared(tree: Any) -> None:
     """Raises a TypeError if an NNX variable occurs twice in a tree."""
     seen: dict[int, Any] = {}
-    variables = jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda x: isinstance(x, nnx.Variable)
-    )
-    for path, leaf in variables:
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    for path, leaf in leaves:
         if isinstance(leaf, nnx.Variable) and id(leaf) in seen:
             first, second = map(jax.tree_util.keystr, (seen[id(leaf)], path))
             raise TypeError(

@@ -188,9 +188,8 @@ class PartlyTrained(_WrappingAdapter):
         return applied._replace(model_state={**applied.model_state, _FROZEN: model_state[_FROZEN]})
 
     def _is_trained(self, name: str) -> bool:
-        is_chosen = self._trainable is None or any(
-            _matches(name, pattern) for pattern in self._trainable
-        )
+        chosen = ("*",) if self._trainable is None else self._trainable
+        is_chosen = any(_matches(name, pattern) for pattern in chosen)
         return is_chosen and not any(_matches(name, pattern) for pattern in self._frozen)
 
 

@@ -33,12 +33,9 @@ class RankSlice:
     num_groups: int = 1
 
     def __post_init__(self) -> None:
-        assert (
-            self.first_rank >= 0
-            and self.local_ranks >= 1
-            and self.first_rank + self.local_ranks <= self.num_ranks
-            and self.num_ranks % self.num_groups == 0
-        )
+        assert self.first_rank >= 0 and self.local_ranks >= 1
+        assert self.first_rank + self.local_ranks <= self.num_ranks
+        assert self.num_ranks % self.num_groups == 0
 
     def rows_of(self, num_rows: Any, *, padded_to: Any = None) -> tuple[Any, Any]:
         """Returns the first row of this process, and the end of its group's rows or beyond.

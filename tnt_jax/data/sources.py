@@ -137,17 +137,15 @@ class ArraySource:
         self._leaves, self._structure = jax.tree.flatten(self._arrays)
         self._num_rows, self._size = common_length(self._arrays), global_batch_size
         self.global_batch_size: int | None = global_batch_size
-        self.num_batches: int | None = num_batches(
-            self._num_rows, global_batch_size, drop_remainder=drop_remainder
-        )
-        self.num_examples: int | None = min(self._num_rows, self.num_batches * global_batch_size)
+        length = num_batches(self._num_rows, self._size, drop_remainder=drop_remainder)
+        self.num_batches: int | None = length
+        self.num_examples: int | None = min(self._num_rows, length * self._size)
         self._rank_slice = rank_slice
         self._shuffle = shuffle
         self._seed = seed
         self._whole = local_rows(global_batch_size, rank_slice)
-        self.row_order = RowOrder(
-            [seed] if shuffle else [], {"number of examples": self._num_rows}, is_of_rows=True
-        )
+        parts = {"number of examples": self._num_rows}
+        self.row_order = RowOrder([seed] if shuffle else [], parts, is_of_rows=True)
 
     @property
     def order(self) -> dict[str, Any]:
@@ -242,10 +240,8 @@ def batch_length(batch: Any) -> int:
 
 def form_of(batch: Any) -> str:
     """Returns structure, shapes and dtypes of a row of a batch, in words."""
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    return ", ".join(
-        f"{jax.tree_util.keystr(path)} {x.dtype}{list(x.shape[1:])}".strip() for path, x in leaves
-    )
+    leaves = ((jax.tree_util.keystr(path), x) for path, x in jax.tree.leaves_with_path(batch))
+    return ", ".join(f"{path} {x.dtype}{list(x.shape[1:])}".strip() for path, x in leaves)
 
 
 def checksum_of(arrays: Any) -> int:
@@ -264,7 +260,7 @@ def checksum_of_some(arrays: Any) -> int:
 
 def common_length(arrays: Any) -> int:
     """Returns the first dimension that all arrays of a pytree, at least one, must share."""
-    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    leaves = jax.tree.leaves_with_path(arrays)
     lengths = {jax.tree_util.keystr(path): np.shape(leaf)[:1] for path, leaf in leaves}
     found = set(lengths.values())
     if len(found) == 1 and () not in found:

@@ -157,27 +157,21 @@ def empty_rows(dataset: Any) -> Any:
     specs = tf.nest.flatten(dataset.element_spec)
     if not all(spec.shape[1:].is_fully_defined() for spec in specs):
         return None
-    return tf.nest.map_structure(
-        lambda spec: np.zeros((0, *spec.shape[1:]), spec.dtype.as_numpy_dtype), dataset.element_spec
-    )
+    zeros = [np.zeros((0, *spec.shape[1:]), spec.dtype.as_numpy_dtype) for spec in specs]
+    return tf.nest.pack_sequence_as(dataset.element_spec, zeros)
 
 
 def reshuffles(dataset: Any) -> bool:
     """Returns whether a shuffle or a stream of random numbers gives each pass its own numbers."""
     flags = {"_ShuffleDataset": "reshuffle_each_iteration", "_RandomDataset": "rerandomize"}
-    return any(
-        bool(read(operation, flags[type(operation).__name__]))
-        for operation in private.operations(dataset)
-        if type(operation).__name__ in flags
-    )
+    drawing = (x for x in private.operations(dataset) if type(x).__name__ in flags)
+    return any(bool(read(x, flags[type(x).__name__])) for x in drawing)
 
 
 def reshuffles_within_a_pass(dataset: Any) -> bool:
     """Returns whether a shuffle before a repeat reshuffles: one pass then draws several orders."""
-    return any(
-        type(operation).__name__ == "_RepeatDataset" and reshuffles(operation)
-        for operation in private.operations(dataset)
-    )
+    every = private.operations(dataset)
+    return any(type(x).__name__ == "_RepeatDataset" and reshuffles(x) for x in every)
 
 
 def seeds_of_order(dataset: Any) -> list[int]:
