@@ -31,10 +31,10 @@ class Written(NamedTuple):
 
 
 class Block:
-    """Memory into which a worker writes one value at a time.
+    """Memory into which a worker writes one value at a time: a file without a name.
 
-    It is a file without a name, which is gone with the process that made it. A worker opens it by
-    its path below `/proc`; without that the path is "", and arrays travel through pipes.
+    A worker opens it by its path below `/proc`; without that the path is "", and arrays travel
+    through pipes.
     """
 
     def __init__(self) -> None:
@@ -46,10 +46,7 @@ class Block:
             self.path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
 
     def read(self, found: Any, *, copy: bool) -> Any:
-        """Returns what `write` has returned in a worker, or the value that it stands for.
-
-        Unless they are copied, its arrays are those of the block, and change with the next value.
-        """
+        """Returns what `write` in a worker stands for; arrays, unless copied, are the block's."""
         if not isinstance(found, Written):
             return found
         size = os.fstat(self._file.fileno()).st_size
@@ -62,10 +59,7 @@ class Block:
 
 
 def write(path: str, value: Any) -> Any:
-    """Writes the arrays of a value into a block of another process, from a worker.
-
-    Returns a `Written`, or `value` itself if it has no arrays or the block cannot be used.
-    """
+    """Returns a `Written`, or a value itself without arrays or where the block cannot be used."""
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     if not buffers or not path:
@@ -151,13 +145,10 @@ class Dataset(Protocol):
 
 
 class Chunk(NamedTuple):
-    """Some rows of a batch; `data` is None if no example could be fetched.
-
-    Where `is_good`, bool `[rows]`, is False, the example failed and another one stands in.
-    """
+    """Some rows of a batch; `data` is None if no example could be fetched."""
 
     data: Any
-    is_good: np.ndarray
+    is_good: np.ndarray  # Bool `[rows]`; where it is False, another example stands in.
     failures: list[str]
 
 
@@ -217,19 +208,13 @@ class _Part(NamedTuple):
 
 
 class Fetcher:
-    """Runs a recipe over batches of indices, ahead of the consumer.
-
-    With no workers the caller fetches. `num_batches_ahead` are in preparation or waiting, apart
-    from the one that the consumer holds.
-    """
+    """Runs a recipe over batches of indices, by the caller or so many batches ahead by workers."""
 
     def __init__(
         self, recipe: AnyRecipe, *, num_workers: int, worker: Worker, num_batches_ahead: int = 2
     ) -> None:
-        self.num_workers = num_workers
-        self.num_batches_ahead = num_batches_ahead
-        self._recipe = recipe
-        self._worker = worker
+        self.num_workers, self.num_batches_ahead = num_workers, num_batches_ahead
+        self._recipe, self._worker = recipe, worker
         self._pool: Executor | None = None
         self._free: list[Block] = []
 

@@ -47,10 +47,9 @@ def _with_tuples(tree: Any) -> Any:
 def rows_of_batched(dataset: Any) -> RandomAccess | None:
     """Returns the rows of a `MapDataset` or `IterDataset` of Grain that makes batches at last.
 
-    None if rows have no numbers: after a filter, without end, with another function that makes
-    batches, or in an `IterDataset` whose rows do not come straight from a `MapDataset`. What tells
-    is private to Grain; where it is missing or unknown, the result is None, too: whole batches are
-    prepared.
+    None, so that whole batches are prepared, if rows have no numbers: after a filter, without end,
+    with another function that makes batches, in an `IterDataset` whose rows do not come straight
+    from a `MapDataset`, or where what is private to Grain and tells is missing or unknown.
     """
     kind = _grain_name(dataset)
     if kind not in ("BatchMapDataset", "BatchIterDataset"):

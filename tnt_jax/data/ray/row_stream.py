@@ -2,9 +2,8 @@
 
 `RowStreams` runs as an actor on the cluster, where it starts the tasks of datasets. Blocks do not
 pass through it: it tells each process which rows of which blocks are its part of a global batch,
-and Ray brings these blocks from where they were made. So rows are prepared once, and not by every
-process; and as the actor counts rows, not blocks, the batches are the same however many processes
-there are.
+and Ray brings these blocks from where they were made. So rows are prepared once; and as the actor
+counts rows, not blocks, the batches are the same however many processes there are.
 """
 
 from collections import deque
@@ -58,13 +57,10 @@ _CHECKED_ROWS = 64
 
 @dataclass(frozen=True)
 class Request:
-    """Request of a process for its part of the global batch at `first_row` of pass `number`.
-
-    The pass is that of `epoch`, which decides the order of its rows.
-    """
+    """Request of a process for its part of the global batch at `first_row` of pass `number`."""
 
     number: int
-    epoch: int
+    epoch: int  # It decides the order of the rows of the pass.
     first_row: int
     num_rows: int
     rank_slice: RankSlice

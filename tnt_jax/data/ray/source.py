@@ -45,8 +45,8 @@ _actor = Slot[_Actor | None](lambda: None, close=_end)
 class Connection:
     """A stream of the job's `RowStreams`, which is closed with the last reference of all processes.
 
-    All processes make these objects in the same order; the dataset of the master is used. If one of
-    them is not connected to Ray, or to another cluster, or fails otherwise, all raise an error.
+    All make these objects in the same order; the dataset of the master is used. If one of them is
+    not connected to Ray, or to another cluster, or fails otherwise, all raise an error.
     """
 
     def __init__(self, dataset: Any, board: CoordinationBoard | None = None) -> None:
@@ -152,9 +152,8 @@ class RaySource:
     """The rows of one process of a Ray dataset.
 
     The rows of a global batch follow one another in the order of the dataset, which its tasks keep
-    (`ExecutionOptions.preserve_order`), however many processes and nodes there are. One actor for
-    all processes counts them; blocks come from where they were made. The numbers of batches and
-    examples are known only of a dataset in Ray's memory.
+    (`ExecutionOptions.preserve_order`), however many processes and nodes there are. The numbers of
+    batches and examples are known only of a dataset in Ray's memory.
     """
 
     in_memory = False

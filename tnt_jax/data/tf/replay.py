@@ -93,14 +93,13 @@ class Repairs:
     """Rebuilds pipelines so that every process sees the same stream, with notes on all changes.
 
     With `one_by_one`, parallel operations whose functions keep state, random generators for
-    instance, call them for one element at a time (`slowed`): in parallel the order of the draws is
-    random. `disordered` names unknown operations after a shuffle without a seed, which differs by
-    process.
+    instance, call them for one element at a time: in parallel the order of the draws is random.
     """
 
     def __init__(self, *, one_by_one: bool = False) -> None:
         self.notes: list[str] = []
-        self.slowed: list[str] = []
+        self.slowed: list[str] = []  # Operations that work on one element at a time.
+        # Unknown operations after a shuffle without a seed, which differs by process.
         self.disordered: list[str] = []
         self._one_by_one = one_by_one
         self.repaired = cache(self._repaired)

@@ -104,9 +104,8 @@ class Hoisted:
 class Splitter:
     """Rebuilds a pipeline with the selection of rows as early as possible, and notes on its place.
 
-    `split="before"` trusts that maps with random operations or on whole batches may run on own rows
-    alone. Operations run for all rows (`before`, of which `python_maps` only as they call Python
-    code) or for own rows (`after`).
+    Operations run for all rows (`before`, of which `python_maps` only as they call Python code) or
+    for own rows (`after`). For `split`, see `TfData`.
     """
 
     rank_slice: RankSlice

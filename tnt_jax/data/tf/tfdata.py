@@ -38,14 +38,11 @@ from tnt_jax.log import logger
 
 
 class Distribution(NamedTuple):
-    """How a pipeline is distributed, and what was changed in it, and why.
-
-    Operations run for all rows on every process (`before`), or for this process's rows (`after`).
-    """
+    """How a pipeline is distributed, and what was changed in it, and why."""
 
     sizes: str
-    before: tuple[str, ...]
-    after: tuple[str, ...]
+    before: tuple[str, ...]  # Operations that every process runs for all rows,
+    after: tuple[str, ...]  # and for its own.
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -144,9 +141,8 @@ class TfDataSource:
     """The rows of one process of a `tf.data` pipeline, batched or to be batched for each rank.
 
     Where its elements must be `reproducible`, parallel operations that draw random numbers run for
-    one element at a time, and a warning names what still differs. `num_skipped` rows of this
-    process could not be read, and were masked. `distribution` says where the pipeline was split,
-    and why.
+    one element at a time, and a warning names what still differs. `num_skipped` rows could not be
+    read, and were masked. `distribution` says where the pipeline was split, and why.
     """
 
     in_memory = False
