@@ -94,11 +94,10 @@ _compilation = Slot[_Compilation | None](lambda: None, close=_restore)
 
 
 def stand_around(stage: Callable, *, outermost: bool = False) -> None:
-    """Has a function called for every program that this process compiles, until its job ends.
+    """Has `stage(compile, *arguments)` called for each program, until the job of the process ends.
 
-    It is called as `stage(compile, backend, computation, devices, compile_options, host_callbacks,
-    executable_devices, pgle_profiler)`, where `compile` takes the arguments after itself, and
-    returns the loaded program. The outermost one comes before those that stand there now.
+    The arguments, which `compile` takes, are those of `_PARAMETERS`; it returns the loaded program.
+    The outermost stage comes before those that stand there now.
     """
     # Private. Checked with JAX 0.10.0, 0.10.2 and 0.12.0. No setting has processes other than the
     # first write programs, and none changes a program before it is compiled.

@@ -13,11 +13,10 @@ CHANGED = (ImportError, AttributeError, TypeError, KeyError, NotImplementedError
 
 
 def or_plain(plain: Callable, *, lost: str) -> Callable[[Callable], Callable]:
-    """Decorates a function that uses private names; where they fail, `plain` is called instead.
+    """Decorates a function that uses private names; once they fail, `plain` is called instead.
 
-    The first failure is followed by one warning, which says what the job does without (`lost`), and
-    all later calls are of `plain`. If `plain` fails as well, the arguments are wrong, and its error
-    is raised. Private names are imported inside the function.
+    One warning says what the job does without (`lost`). If `plain` fails as well, the arguments are
+    wrong, and its error is raised. Private names are imported inside the function.
     """
 
     def decorate(function: Callable) -> Callable:

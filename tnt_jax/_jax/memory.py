@@ -63,10 +63,7 @@ class ProgramMemory(NamedTuple):
 
     @classmethod
     def of(cls, compiled: Any, *, held_bytes: int = 0) -> "ProgramMemory":
-        """Returns it for a program, or for the one of a step's during which most is held.
-
-        Besides what that one computes, a device holds `held_bytes`, its operands among them.
-        """
+        """Returns it for a program, or for that of a step's at which a device holds most."""
         found = []
         for program in _programs_of(compiled):
             memory = program.memory_analysis()
@@ -94,11 +91,9 @@ class _Step(NamedTuple):
 
 
 def live_bytes(jaxpr: Any) -> int:
-    """Estimates the most bytes that a program holds at once besides its operands and results.
-
-    The compiler computes elementwise operations within those that read them: what they compute is
-    held only where several read it, or where an operation needs its operands as arrays.
-    """
+    """Estimates the most bytes that a program holds at once besides its operands and results."""
+    # The compiler computes elementwise operations within those that read them: what they compute is
+    # held only where several read it, or where an operation needs its operands as arrays.
     steps, results = _inlined(jaxpr)
     readers: dict[int, list[_Step]] = {}
     for step in steps:
