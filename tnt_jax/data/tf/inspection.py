@@ -8,19 +8,17 @@ import numpy as np
 import tensorflow as tf
 
 from tnt_jax.data.tf import private
-from tnt_jax.data.tf.functions import (
-    function_nodes,
-    seed_of_unseeded,
-    stateful_operations,
-    unseeded_operations,
-)
 from tnt_jax.data.tf.replay import (
     BATCHES,
     MAPS,
     draws_in_parallel,
+    function_nodes,
     is_unseeded_source_of_order,
     operation_name,
     pair_of_seeds,
+    seed_of_unseeded,
+    stateful_operations,
+    unseeded_operations,
 )
 from tnt_jax.log import logger
 

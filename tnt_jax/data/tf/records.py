@@ -10,7 +10,7 @@ import tensorflow as tf
 from tnt_jax.data.agreement import CoordinationBoard, gather, unique_name
 from tnt_jax.data.elements import OnError
 from tnt_jax.data.tf import private
-from tnt_jax.data.tf.functions import function_nodes
+from tnt_jax.data.tf.replay import function_nodes
 from tnt_jax.log import logger
 
 

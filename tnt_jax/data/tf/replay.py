@@ -1,4 +1,7 @@
-"""Rebuilds operations of a `tf.data` pipeline on other inputs, in a fixed order by fixed seeds."""
+"""Rebuilds operations of a `tf.data` pipeline on other inputs, in a fixed order by fixed seeds.
+
+And finds operations in its functions that keep state or draw random numbers.
+"""
 
 import re
 from collections.abc import Callable
@@ -8,12 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tnt_jax.data.tf import private
-from tnt_jax.data.tf.functions import (
-    name_of,
-    seed_of_unseeded,
-    stateful_operations,
-    unseeded_operations,
-)
+from tnt_jax.seeding import seed_or_default
 
 Dataset = tf.data.Dataset
 read = private.parameter
@@ -40,6 +38,24 @@ _BY_METHOD = """_TakeDataset _SkipDataset _RepeatDataset _ShardDataset _Prefetch
     _InterleaveDataset _ParallelInterleaveDataset _ScanDataset _UniqueDataset _WindowDataset
     _BatchDataset _ParallelBatchDataset _PaddedBatchDataset""".split()
 _INTEGERS = ("buffer_size", "cycle_length", "block_length", "num_parallel_calls")
+# Tarantella's choice.
+_DEFAULT_SEED = 42
+
+# Operations that TensorFlow marks as stateful, although running them for other elements, or more or
+# less often, changes nothing.
+_HARMLESS = frozenset(
+    """DummySeedGenerator Assert Print PrintV2 NoOp ReadVariableOp VarHandleOp ResourceGather
+    If While Case StatefulPartitionedCall PartitionedCall HashTableV2 MutableHashTableV2
+    LookupTableFindV2 LookupTableSizeV2 LookupTableExportV2 AnonymousHashTable""".split()
+)
+# Datasets made inside a function are marked as stateful because they are resources; only these draw
+# random numbers.
+_RANDOM_DATASETS = frozenset(
+    ["ShuffleDataset", "ShuffleDatasetV2", "ShuffleDatasetV3", "RandomDataset", "RandomDatasetV2"]
+)
+# Python code, of which nothing is known; with stateful=False (PyFuncStateless) the user states that
+# it keeps no state.
+_PYTHON = frozenset(["PyFunc", "EagerPyFunc"])
 
 
 def _by_method(operation: Any, inputs: list[Any], function: Function, *, calls: bool = True) -> Any:
@@ -252,3 +268,55 @@ def operation_names(dataset: Any) -> list[str]:
     """Returns the names of all operations of a pipeline, source first."""
     every = private.operations(dataset)
     return [operation_name(x) for x in every if type(x).__name__ != "_OptionsDataset"]
+
+
+def function_nodes(wrapper: Any) -> list[Any]:
+    """Returns the nodes of a dataset's traced function and of the functions that it calls."""
+    graph = private.graph_of(wrapper).as_graph_def()
+    called = (node for function in graph.library.function for node in function.node_def)
+    return [*graph.node, *called]
+
+
+def stateful_operations(wrapper: Any) -> list[str]:
+    """Returns the kinds of operation in a function whose results depend on earlier calls."""
+    return sorted({node.op for node in function_nodes(wrapper) if _keeps_state(node)})
+
+
+def calls_python(wrapper: Any) -> bool:
+    """Returns whether a function calls Python code that may keep state."""
+    return any(node.op in _PYTHON for node in function_nodes(wrapper))
+
+
+def unseeded_operations(wrapper: Any) -> list[str]:
+    """Returns the kinds of random operation in a function that each process seeds differently."""
+    nodes = function_nodes(wrapper)
+    constants = {node.name: node for node in nodes if node.op == "Const"}
+    return sorted({node.op for node in nodes if _is_unseeded(node, constants)})
+
+
+def seed_of_unseeded() -> int:
+    """Returns the seed of all that the user left unseeded: that of `set_seed`, or 42."""
+    # TensorFlow treats a pair of zeros as no seed.
+    return seed_or_default(None, default=_DEFAULT_SEED) or _DEFAULT_SEED
+
+
+def name_of(wrapper: Any) -> str:
+    """Returns the name of the user's function."""
+    function = private.user_function(wrapper)
+    name = getattr(function, "__name__", type(function).__name__)
+    return "lambda" if name == "<lambda>" else name
+
+
+def _keeps_state(node: Any) -> bool:
+    is_dataset = node.op.endswith(("Dataset", "DatasetV2", "DatasetV3", "DatasetV4"))
+    if node.op in _HARMLESS or (is_dataset and node.op not in _RANDOM_DATASETS):
+        return False
+    return node.op in _PYTHON or private.is_stateful(node.op)
+
+
+def _is_unseeded(node: Any, constants: dict[str, Any]) -> bool:
+    if node.op in _RANDOM_DATASETS:
+        seeds = [constants.get(name.split(":")[0]) for name in node.input[-4:]]
+        values = [c.attr["value"].tensor for c in seeds if c is not None and "seed" in c.name]
+        return bool(values) and all(not any(value.int64_val) for value in values)
+    return all(name in node.attr and node.attr[name].i == 0 for name in ("seed", "seed2"))

@@ -25,14 +25,15 @@ import tensorflow as tf
 
 from tnt_jax.data.layout import RankSlice, micro_batch_size
 from tnt_jax.data.tf import private
-from tnt_jax.data.tf.functions import calls_python, stateful_operations
 from tnt_jax.data.tf.replay import (
     BATCHES,
     INDEX_OPERATIONS,
     MAPS,
     Repairs,
+    calls_python,
     operation_name,
     operation_names,
+    stateful_operations,
 )
 
 
