@@ -146,9 +146,8 @@ def _is_of_ray(x: Any) -> bool:
 
 
 def _ray_source(x: Any, options: ReadOptions) -> Source:
-    # Training without Ray starts sooner without them.
-    from tnt_jax.data.ray.shards import shard_source
-    from tnt_jax.data.ray.source import RaySource
+    # Training without Ray starts sooner without it.
+    from tnt_jax.data.ray.source import RaySource, shard_source
 
     spec = _with_arguments(x if isinstance(x, RayData) else RayData(x), options)
     if spec.batch_size is None and options.micro_batch_size is None:

@@ -8,8 +8,8 @@ from ray_rows import dataset_of, in_processes, rank_slices
 
 from tnt_jax.data.dispatch import as_source
 from tnt_jax.data.layout import ReadOptions
-from tnt_jax.data.ray import shards
-from tnt_jax.data.ray.shards import shard_source
+from tnt_jax.data.ray import source as ray_source
+from tnt_jax.data.ray.source import shard_source
 from tnt_jax.data.ray.spec import RayData
 
 
@@ -87,7 +87,7 @@ class DataIterator:
 def test_shards_of_ray_train_are_said_to_leave_out_rows(monkeypatch, caplog):
     reason(DataIterator())
     assert "leaves out" not in caplog.text
-    monkeypatch.setattr(shards, "role", lambda: "worker")
+    monkeypatch.setattr(ray_source, "role", lambda: "worker")
     reason(DataIterator())
     reason(DataIterator())
     assert caplog.text.count("leaves out what remains of an epoch") == 1
