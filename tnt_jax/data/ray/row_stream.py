@@ -9,7 +9,7 @@ counts rows, not blocks, the batches are the same however many processes there a
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,7 @@ from tnt_jax.data.tables.columns import Batch, ColumnRoles, dense
 from tnt_jax.on_ray.worker import import_ray
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Consecutive rows of a block, a `ray.ObjectRef`."""
 
     block: Any
@@ -55,8 +54,7 @@ def rows_of(pieces: Sequence[Piece], blocks: Sequence[Any]) -> Batch:
 _CHECKED_ROWS = 64
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """Request of a process for its part of the global batch at `first_row` of pass `number`."""
 
     number: int
@@ -66,8 +64,7 @@ class Request:
     rank_slice: RankSlice
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """The rows of a batch that a process feeds, none twice; `num_rows` is 0 behind the end."""
 
     num_rows: int

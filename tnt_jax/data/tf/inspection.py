@@ -1,8 +1,7 @@
 """Reads how a `tf.data` pipeline is batched, and its number of examples, without running it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -76,8 +75,7 @@ _TRANSPARENT = _KEEPS_EVERY_EXAMPLE | frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Batching:
+class Batching(NamedTuple):
     """Rows of a full batch, if one tells, and of a pass, None when unknown or infinite."""
 
     size: int | None

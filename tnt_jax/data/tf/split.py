@@ -17,9 +17,9 @@ global batch, because an incomplete last batch is known only when it comes.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import tensorflow as tf
 
@@ -84,16 +84,14 @@ class CannotSplitEarly(Exception):
     """The selection has to stand after an operation; the text says which one and why."""
 
 
-@dataclass(frozen=True)
-class Later:
+class Later(NamedTuple):
     """An operation on elements that may run after the selection, on `(number of rows, element)`."""
 
     name: str
     apply: Callable[[Any], Any]
 
 
-@dataclass(frozen=True)
-class Hoisted:
+class Hoisted(NamedTuple):
     """A dataset as `base`, and the element operations that may run later, in order."""
 
     base: Any
@@ -173,8 +171,8 @@ class Splitter:
         size = int(read(dataset, "batch_size"))
         drop = bool(read(dataset, "drop_remainder"))
         is_padded = type(dataset).__name__ == "_PaddedBatchDataset"
-        rows = [spec.shape[1:] for spec in tf.nest.flatten(dataset.element_spec)]
-        if is_padded and not all(shape.is_fully_defined() for shape in rows):
+        specs = tf.nest.flatten(dataset.element_spec)
+        if is_padded and not all(spec.shape[1:].is_fully_defined() for spec in specs):
             raise CannotSplitEarly(
                 f"{operation_name(dataset)} pads to the longest row of the global batch, which "
                 "only whole batches tell; give padded_shapes without None to split before it"
@@ -183,7 +181,7 @@ class Splitter:
         specs = tf.nest.flatten(hoisted.base.element_spec)
         if not all(isinstance(spec, tf.TensorSpec) for spec in specs):
             raise CannotSplitEarly("the elements before the batching are not plain tensors")
-        if not hoisted.later and not is_padded and _is_small(hoisted.base.element_spec, size):
+        if not hoisted.later and not is_padded and _is_small(specs, size):
             self.before += [*hoisted.base_names, operation_name(dataset)]
             return take_own(self._batched(dataset, hoisted.base, size, drop), self.rank_slice)
         own = select_own(hoisted.base, size, self.rank_slice, drop_remainder=drop)
@@ -217,7 +215,7 @@ class Splitter:
         keeps_rows = kind == "_PrefetchDataset" or (kind == "CacheDataset" and at_selection)
         if keeps_rows or (kind in MAPS and self._may_move(dataset)):
             source = self._hoist(inputs[0], at_selection=at_selection)
-            return replace(source, later=(*source.later, self._later(dataset)))
+            return source._replace(later=(*source.later, self._later(dataset)))
         if inputs:
             self.notes.append(
                 f"{operation_name(dataset)} and what stands before it run for all rows."
@@ -266,15 +264,13 @@ class Splitter:
         return own.cache(name if file else "")
 
 
-def _is_small(spec: Any, size: int) -> bool:
+def _is_small(specs: list[Any], size: int) -> bool:
     """Returns whether a batch is made sooner than its elements are handled one by one."""
-    parts = tf.nest.flatten(spec)
-    if not all(part.shape.is_fully_defined() and part.dtype.is_numpy_compatible for part in parts):
-        return False
-    if any(part.dtype == tf.string for part in parts):
-        return False
-    nbytes = sum(part.shape.num_elements() * part.dtype.size for part in parts)
-    return size * nbytes <= _SMALL_BYTES
+    for spec in specs:
+        is_number = spec.dtype.is_numpy_compatible and spec.dtype != tf.string
+        if not (is_number and spec.shape.is_fully_defined()):
+            return False
+    return size * sum(x.shape.num_elements() * x.dtype.size for x in specs) <= _SMALL_BYTES
 
 
 def _random_reason(dataset: Any, kinds: list[str]) -> str:
