@@ -60,15 +60,13 @@ def _find_or_compile(
 
     backend, computation, _, compile_options, host_callbacks, executable_devices, *_ = arguments
 
+    how = (executable_devices, compile_options, host_callbacks)
+
     def compile_it() -> Any:
-        return compiler.backend_compile_and_load(
-            backend, computation, executable_devices, compile_options, host_callbacks
-        )
+        return compiler.backend_compile_and_load(backend, computation, *how)
 
     def load(serialized: bytes) -> Any:
-        return backend.deserialize_executable(
-            serialized, executable_devices, compile_options, host_callbacks
-        )
+        return backend.deserialize_executable(serialized, *how)
 
     is_kept = _is_to_be_kept(backend) and not host_callbacks
     cache = _open_cache(backend) if is_kept else None

@@ -99,9 +99,8 @@ class LinenAdapter(Adapter):
         if not train:
             no_dropout = replaced(nn.Module, {"make_rng": _make_rng_in_evaluation})
             with explained(self.name, inputs, train=False), known_shapes, no_dropout:
-                return Applied(
-                    self.module.apply(variables, *args, rngs=rngs, **kwargs), model_state, 0.0
-                )
+                outputs = self.module.apply(variables, *args, rngs=rngs, **kwargs)
+                return Applied(outputs, model_state, 0.0)
         rngs["dropout"] = jax.random.fold_in(key, 1)
         real_rows = nn.intercept_methods(statistics_without_padding(mask))
         with explained(self.name, inputs, train=True), real_rows, known_shapes:

@@ -169,10 +169,8 @@ class PartlyTrained(_WrappingAdapter):
                 "to train."
             )
         # The kind of dict decides the order of parameters.
-        return Variables(
-            type(variables.params)(unflatten_dict(trained)),
-            {**variables.model_state, _FROZEN: unflatten_dict(frozen)},
-        )
+        params = type(variables.params)(unflatten_dict(trained))
+        return Variables(params, {**variables.model_state, _FROZEN: unflatten_dict(frozen)})
 
     def inside(self, variables: Variables) -> Variables:
         """Returns all parameters, and the model state without them."""

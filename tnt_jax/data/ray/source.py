@@ -340,8 +340,6 @@ class _Batches:
         self._roles = roles
 
     def __iter__(self) -> Iterator[Any]:
-        batches = self._shard.iter_batches(
-            batch_size=self._num_rows, batch_format="numpy", prefetch_batches=2
-        )
-        for batch in batches:
+        options = {"batch_size": self._num_rows, "batch_format": "numpy", "prefetch_batches": 2}
+        for batch in self._shard.iter_batches(**options):
             yield self._roles.element(dense(batch))

@@ -129,10 +129,9 @@ def _find_builder(name: Any, data_dir: str | Path | None, file_format: str | Non
     if (Path(name) / "dataset_info.json").is_file():
         return tensorflow_datasets.builder_from_directory(str(name))
     kwargs: dict[str, Any] = {} if file_format is None else {"file_format": file_format}
+    folder = None if data_dir is None else str(data_dir)
     try:
-        return tensorflow_datasets.builder(
-            str(name), data_dir=None if data_dir is None else str(data_dir), **kwargs
-        )
+        return tensorflow_datasets.builder(str(name), data_dir=folder, **kwargs)
     except DatasetNotFoundError as error:
         raise FileNotFoundError(
             f"There is no dataset {name!r}: TFDS does not know the name, and it is not a folder "

@@ -54,9 +54,8 @@ def image_records(
         records = tf.data.TFRecordDataset(path)
         if on_error == "skip":
             records = records.ignore_errors(log_warning=True)
-        return tf.data.Dataset.zip((records, tf.data.Dataset.counter())).map(
-            lambda record, number: (path, number, record)
-        )
+        numbered = tf.data.Dataset.zip((records, tf.data.Dataset.counter()))
+        return numbered.map(lambda record, number: (path, number, record))
 
     features = {
         image_key: tf.io.FixedLenFeature([], tf.string),

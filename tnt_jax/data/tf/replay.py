@@ -140,14 +140,15 @@ class Repairs:
     def rebuild(self, dataset: Any, inputs: list[Any]) -> Any:
         """Returns the operation `dataset` on `inputs`, repaired; itself if of an unknown kind."""
         kind = type(dataset).__name__
+        name = operation_name(dataset)
         if kind not in _REPLAYS:
             self.notes.append(
-                f"{operation_name(dataset)} is not known, so what stands before it was left as it "
-                "is: if that shuffles without a seed, processes see different orders. Give every "
-                "shuffle a seed."
+                f"{name} is not known, so what stands before it was left as it is: if that "
+                "shuffles without a seed, processes see different orders. Give every shuffle a "
+                "seed."
             )
             if any(map(is_unseeded_source_of_order, private.operations(dataset))):
-                self.disordered.append(operation_name(dataset))
+                self.disordered.append(name)
             return dataset
         self._note_repair(dataset)
         replay = partial(_by_method, calls=False) if self._must_slow(dataset) else _REPLAYS[kind]
