@@ -1,7 +1,7 @@
 """Support for Flax modules that users call themselves on the rows of a rank."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -13,28 +13,23 @@ from tnt_jax.adapters.nnx import batch_norm_of
 
 
 @contextmanager
-def padding_left_out(mask: jax.Array | None) -> Iterator[None]:
+def _batch_norms(of_linen: Callable, of_nnx: Callable) -> Iterator[None]:
+    with linen.intercept_methods(of_linen), replaced(nnx.BatchNorm, {"__call__": of_nnx}):
+        yield
+
+
+def padding_left_out(mask: jax.Array | None) -> AbstractContextManager[None]:
     """Keeps rows with a 0 in the mask, if any, out of the statistics of all `BatchNorm`s."""
     if mask is None:
-        yield
-        return
-    with (
-        linen.intercept_methods(statistics_without_padding(mask)),
-        replaced(nnx.BatchNorm, {"__call__": batch_norm_of(mask)}),
-    ):
-        yield
+        return nullcontext()
+    return _batch_norms(statistics_without_padding(mask), batch_norm_of(mask))
 
 
-@contextmanager
-def flax_batch_norm_off() -> Iterator[None]:
+def flax_batch_norm_off() -> AbstractContextManager[None]:
     """Lets all `BatchNorm`s use their moving statistics in the `with` block."""
     original = nnx.BatchNorm.__call__
 
     def of_nnx(layer: nnx.BatchNorm, x: jax.Array, *_: Any, **__: Any) -> jax.Array:
         return original(layer, x, use_running_average=True)
 
-    with (
-        linen.intercept_methods(by_moving_statistics),
-        replaced(nnx.BatchNorm, {"__call__": of_nnx}),
-    ):
-        yield
+    return _batch_norms(by_moving_statistics, of_nnx)

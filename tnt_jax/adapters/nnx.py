@@ -44,9 +44,8 @@ class NnxAdapter(Adapter):
         self._seen: list[tuple[tuple[str, ...], nnx.Variable, Any]] = []
         self.draws: dict[Any, Draws] = {}
         self.has_warned = False
-        self._graph, self._losses, _, self._random, _ = nnx.split(
-            module, is_loss, nnx.Param, is_random, ...
-        )
+        parts = nnx.split(module, is_loss, nnx.Param, is_random, ...)
+        self._graph, self._losses, _, self._random, _ = parts
 
     def sample_inputs(self) -> tuple[()]:
         """Returns no inputs: the module holds its variables already."""
