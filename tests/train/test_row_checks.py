@@ -13,6 +13,7 @@ from processes import SCRIPTS, launch
 import tnt_jax as tnt
 from tnt_jax.keras_compat.compiling import row_checks
 from tnt_jax.log import logger
+from tnt_jax.train.steps.global_step import GlobalSteps
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(32, 6)).astype(np.float32)
@@ -181,30 +182,39 @@ def test_a_module_whose_rows_know_each_other_is_trained_as_on_one_device(
     assert message in reason
 
 
-@pytest.mark.parametrize("precision", [{}, {"dtype": jnp.bfloat16}])
-@pytest.mark.parametrize(
-    "change",
-    [
-        batch_norm,
-        synchronised,
-        all_rows,
-        dropout,
-        noise,
-        key_for_each_row,
-        dropout_over_flat_rows,
-        attention,
-        steep,
-        layer_norm_of_large_numbers,
-        for_eight_rows,
-    ],
-)
+OF_OWN_ROWS = [
+    batch_norm,
+    synchronised,
+    all_rows,
+    dropout,
+    noise,
+    key_for_each_row,
+    dropout_over_flat_rows,
+    attention,
+    steep,
+    layer_norm_of_large_numbers,
+    for_eight_rows,
+]
+
+
+@pytest.mark.parametrize("change", OF_OWN_ROWS)
 def test_a_module_with_rows_of_their_own_or_batch_statistics_keeps_the_fused_step(
-    change, precision, use_ranks, capsys
+    change, use_ranks, capsys
 ):
     use_ranks(4)
-    history = make(change, **precision).fit(X, Y, batch_size=32, verbose=0).history
+    history = make(change).fit(X, Y, batch_size=32, verbose=0).history
     assert np.isfinite(history["loss"]).all()
     assert not reasons(capsys)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_global"), [*((change, False) for change in OF_OWN_ROWS), (centred, True)]
+)
+def test_half_precision_does_not_change_the_step(change, is_global, use_ranks):
+    use_ranks(4)
+    model = make(change, dtype=jnp.bfloat16)
+    model.lowered_text(X, Y, batch_size=32)  # The step is chosen, and not compiled.
+    assert isinstance(model._core.trainer.steps, GlobalSteps) == is_global
 
 
 class Centred(nnx.Module):
