@@ -3,6 +3,7 @@
 import logging
 import re
 from contextlib import contextmanager
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +101,32 @@ def train(model, micro, **arguments):
     return model.fit(x, y, sample_weight=weight, tnt_micro_batch_size=micro, **options).history
 
 
+@cache
+def of_one_pass(make, batch_size=24):
+    """Returns the history of training by steps of all rows on one device."""
+    tnt.shutdown()
+    tnt.init(devices=range(1))
+    return train(make_model(make()), None, batch_size=batch_size)
+
+
+@cache
+def calls_of_one_pass(kind):
+    """Returns what `fit` with validation leaves on one device, and what the calls after it return,
+    of all rows at once.
+    """
+    tnt.shutdown()
+    tnt.init(devices=range(1))
+    return results_of_calls(make_model(MODULES[kind]()), None)
+
+
+def results_of_calls(model, micro):
+    x, y, _ = data()
+    history = train(model, micro, validation_data=(x, y))
+    options = {"batch_size": 24, "verbose": 0, "tnt_micro_batch_size": micro}
+    evaluated, predicted = model.evaluate(x, y, **options), model.predict(x, **options)
+    return history, model.get_weights(), evaluated, predicted
+
+
 @pytest.fixture
 def few_rows(monkeypatch):
     """Lets steps compute at most so many rows at once, whatever the memory."""
@@ -118,31 +145,30 @@ def few_rows(monkeypatch):
     return let
 
 
-@pytest.mark.parametrize("kind", MODULES)
+# Each kind of model, and each number of ranks and of rows.
 @pytest.mark.parametrize(
-    ("num_ranks", "most"),
+    ("kind", "num_ranks", "most"),
     [
-        (1, 5),
-        (4, 1),
-        pytest.param(2, 4, marks=pytest.mark.long),
-        pytest.param(1, 1, marks=pytest.mark.long),
+        ("linen", 1, 5),
+        ("linen", 4, 1),
+        ("nnx", 1, 5),
+        ("keras", 4, 1),
+        pytest.param("nnx", 4, 1, marks=pytest.mark.long),
+        pytest.param("keras", 1, 5, marks=pytest.mark.long),
+        *(
+            pytest.param(kind, *rows, marks=pytest.mark.long)
+            for kind in MODULES
+            for rows in ((2, 4), (1, 1))
+        ),
     ],
 )
 def test_passes_give_what_one_pass_gives(use_ranks, few_rows, kind, num_ranks, most):
-    x, y, _ = data()
-    use_ranks(1)
-    whole = make_model(MODULES[kind]())
-    history = train(whole, None, validation_data=(x, y))
+    expected = calls_of_one_pass(kind)
     few_rows(most)
     use_ranks(num_ranks)
     model = make_model(MODULES[kind]())
-    assert_close(train(model, "auto", validation_data=(x, y)), history)
+    assert_close(results_of_calls(model, "auto"), expected)
     assert model._core.at_once.training <= most
-    assert_close(model.get_weights(), whole.get_weights())
-    evaluated = model.evaluate(x, y, batch_size=24, verbose=0, tnt_micro_batch_size="auto")
-    assert_close(evaluated, whole.evaluate(x, y, batch_size=24, verbose=0))
-    predicted = model.predict(x, batch_size=24, verbose=0, tnt_micro_batch_size="auto")
-    assert_close(predicted, whole.predict(x, batch_size=24, verbose=0))
 
 
 class TwoHeads(nn.Module):
@@ -361,11 +387,11 @@ def compiled_steps():
     jax.monitoring.unregister_event_duration_listener(note)
 
 
-@pytest.mark.parametrize("chosen", [0, 1, 2])
+@pytest.mark.parametrize("chosen", [0, pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_program_that_was_compiled_for_the_choice_runs(use_ranks, monkeypatch, chosen):
     """Also if others were compiled after it, and if it rematerializes."""
+    history = of_one_pass(Net, ROWS)
     use_ranks(1)
-    history = train(make_model(Net()), None, batch_size=ROWS)
     looked_at = []
 
     def choose(asked, ways, limit, **options):
@@ -387,9 +413,9 @@ def test_the_program_that_was_compiled_for_the_choice_runs(use_ranks, monkeypatc
 
 
 def test_a_program_that_fails_and_has_taken_the_state_gets_it_back(use_ranks, few_rows):
-    use_ranks(1)
-    history = train(make_model(Net()), None)
+    history = of_one_pass(Net)
     few_rows(12)
+    use_ranks(1)
     model, fail = make_model(Net()), Fail()
     assert_close(train(model, "auto", callbacks=[fail]), history)
     assert fail.rows_at_once == [12]
@@ -399,8 +425,8 @@ def test_a_program_that_fails_and_has_taken_the_state_gets_it_back(use_ranks, fe
 def test_a_program_is_not_tried_on_a_device_that_states_too_little_memory(
     use_ranks, monkeypatch, capfd
 ):
+    history = of_one_pass(Net)
     use_ranks(1)
-    history = train(make_model(Net()), None)
     asked = []
 
     def lack(devices, nbytes):
@@ -420,8 +446,8 @@ def test_a_program_is_not_tried_on_a_device_that_states_too_little_memory(
 def test_a_step_that_finds_no_memory_for_one_row_gives_way_to_another(
     use_ranks, monkeypatch, capfd, saves
 ):
+    history = of_one_pass(Net)
     use_ranks(1)
-    history = train(make_model(Net()), None)
     model, rows = make_model(Net()), []
 
     def first_run(start, **options):
@@ -444,13 +470,16 @@ def test_a_step_that_finds_no_memory_for_one_row_gives_way_to_another(
         assert "although the compiler stated that it fits: remat='full'" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_a_step_of_all_rows_that_finds_no_memory_gives_way_to_another(use_ranks, capfd, remat):
+def test_a_step_of_all_rows_that_finds_no_memory_on_one_device_fails(use_ranks):
     use_ranks(1)
-    history = train(make_model(Normalized()), None)
     model = make_model(Normalized(), remat="full")
     with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
         train(model, "auto", callbacks=[Fail()])
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_step_of_all_rows_that_finds_no_memory_gives_way_to_another(use_ranks, capfd, remat):
+    history = of_one_pass(Normalized)
     use_ranks(4)
     model = make_model(Normalized(), remat=remat)
     assert_close(train(model, "auto", callbacks=[Fail()]), history)
@@ -461,8 +490,7 @@ def test_a_step_of_all_rows_that_finds_no_memory_gives_way_to_another(use_ranks,
 
 
 def test_where_passes_do_not_suffice_state_is_sharded(use_ranks, monkeypatch):
-    use_ranks(1)
-    history = train(make_model(Net()), None)
+    history = of_one_pass(Net)
     # Parameters and momentum are 75 kB each, and gradients are as large.
     monkeypatch.setenv("TNT_DEVICE_MEMORY", "130KB")
     use_ranks(4)
@@ -520,8 +548,7 @@ def test_a_step_that_fits_nowhere_leaves_the_model_as_it_was(use_ranks, monkeypa
 
 
 def test_a_mesh_and_passes_are_chosen_together(use_ranks, monkeypatch):
-    use_ranks(1)
-    history = train(make_model(Net()), None)
+    history = of_one_pass(Net)
     monkeypatch.setenv("TNT_DEVICE_MEMORY", "130KB")
     use_ranks(4)
     model = make_model(Net(), mesh="auto")
