@@ -31,8 +31,14 @@ def steps_of(model):
     return type(model._core.trainer.steps)
 
 
+# Those whose variables differ in kind; all are in `tests/train/test_global_step.py`, without a mesh.
+NAMES = ["clip", "experts", "own norm"]
+
+
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [*NAMES, *(pytest.param(n, marks=pytest.mark.long) for n in MODELS if n not in NAMES)]
+)
 def test_models_that_compare_rows_equal_a_plain_loop(name, mesh, use_ranks):
     use_ranks(4)
     # A remainder of the examples, and batches that not all devices can share.
@@ -148,23 +154,26 @@ def contrastive(params, batch, rngs, apply):
     return optax.softmax_cross_entropy_with_integer_labels(z @ every.T, own)
 
 
+@cache
+def contrastive_losses(**mesh):
+    """Returns the losses and the steps of two fits, each after `compile`."""
+    tnt.shutdown()
+    tnt.init(devices=range(math.prod(mesh.values())))
+    model = tnt.Model(nn.Dense(WIDTH), mesh=mesh)
+    losses, steps = [], []
+    for _ in range(2):
+        model.compile(optax.sgd(0.1), objective=contrastive)
+        fitted = model.fit(make_data()[0], batch_size=8, shuffle=False, verbose=0)
+        losses.append(fitted.history["loss"])
+        steps.append(steps_of(model))
+    return losses, steps
+
+
 @pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"data": 2, "fsdp": 2}, {"tensor": 4}], ids=str)
 def test_an_objective_may_name_the_axis_of_the_rows_however_often_it_is_compiled(mesh):
-    def losses(mesh):
-        tnt.shutdown()
-        tnt.init(devices=range(math.prod(mesh.values())))
-        model = tnt.Model(nn.Dense(WIDTH), mesh=mesh)
-        found = []
-        for _ in range(2):
-            model.compile(optax.sgd(0.1), objective=contrastive)
-            fitted = model.fit(make_data()[0], batch_size=8, shuffle=False, verbose=0)
-            found.append((fitted.history["loss"], steps_of(model)))
-        return found
-
-    kind = ShardedSteps if "tensor" in mesh else ShardedGlobalSteps
-    found, expected = losses(mesh), losses({"data": 1})
-    assert [steps for _, steps in found] == [kind] * 2
-    assert_close([loss for loss, _ in found], [loss for loss, _ in expected])
+    losses, steps = contrastive_losses(**mesh)
+    assert steps == 2 * [ShardedSteps if "tensor" in mesh else ShardedGlobalSteps]
+    assert_close(losses, contrastive_losses(data=1)[0])
 
 
 def test_training_is_resumed_on_another_mesh(tmp_path):
@@ -174,7 +183,7 @@ def test_training_is_resumed_on_another_mesh(tmp_path):
     fit(make_nnx, {"fsdp": 4}, epochs=1, callbacks=saving())
     model, found = fit(make_nnx, {"fsdp": 2}, callbacks=saving())
     assert steps_of(model) is ShardedGlobalSteps
-    assert_close(found[1:], fit(make_nnx)[1][1:], 2e-5)
+    assert_close(found[1:], fit_on_one_device(make_nnx)[1:], 2e-5)
 
 
 def test_the_choice_is_told(capsys, monkeypatch):
