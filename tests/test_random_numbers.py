@@ -128,14 +128,15 @@ def in_a_branch(module, x):
     )
 
 
+# What a change draws for all rows is the same where it draws for each row as well.
 CHANGES = [
     dropout,
-    one_mask_for_all_rows,
+    pytest.param(one_mask_for_all_rows, marks=pytest.mark.long),
     one_mask_for_all_rows_and_one_for_each,
-    mask_over_positions,
+    pytest.param(mask_over_positions, marks=pytest.mark.long),
     mask_over_positions_and_one_for_each_row,
     mask_of_the_row_alone,
-    broadcast_dropout,
+    pytest.param(broadcast_dropout, marks=pytest.mark.long),
     attention_with_broadcast_dropout,
     key_for_each_row,
     rows_merged_with_positions,
