@@ -34,10 +34,13 @@ class SharedTrial:
 
     The master alone talks to Optuna. Each method and property is that of `optuna.trial.Trial`; all
     processes must use it, in the same order, and get what Optuna has told the master. An error of
-    Optuna is raised on all of them, and a TypeError if the master has no trial.
+    Optuna is raised on all of them.
 
     Args:
         trial: The `optuna.trial.Trial` of the master; on other processes it may be None.
+
+    Raises:
+        TypeError: On every process, if the master has none.
     """
 
     def __init__(self, trial: Any = None) -> None:

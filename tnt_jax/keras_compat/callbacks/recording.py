@@ -20,7 +20,8 @@ from tnt_jax.log import logger
 class LambdaCallback(Callback):
     """Calls functions as hooks on every process: `on_epoch_end=lambda epoch, logs: ...`.
 
-    An unknown hook is a TypeError, which lists the hooks.
+    Raises:
+        TypeError: If a hook is unknown; the message lists the hooks.
     """
 
     def __init__(

@@ -210,7 +210,8 @@ class Inspection:
     def get_compile_config(self) -> dict[str, Any]:
         """Returns the arguments of `compile` as plain values; empty before `compile`.
 
-        What has no plain form, such as an Optax transformation, is a TypeError.
+        Raises:
+            TypeError: If one of them has no plain form, such as an Optax transformation.
         """
         if (compilation := self._core.compilation) is None:
             return {}

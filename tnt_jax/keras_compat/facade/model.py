@@ -329,8 +329,9 @@ class Model(SingleBatches, Saving, Inspection):
     def build(self, inputs: Any) -> None:
         """Creates the variables for inputs of a known shape.
 
-        That is a shape such as `(None, 28, 28, 1)` for one float32 input, or a pytree of sample
-        arrays or `jax.ShapeDtypeStruct` with a leading batch dimension.
+        Args:
+            inputs: A shape such as `(None, 28, 28, 1)` for one float32 input, or a pytree of sample
+                arrays or `jax.ShapeDtypeStruct` with a leading batch dimension.
         """
         is_shape = isinstance(inputs, (tuple, list)) and all(
             size is None or isinstance(size, int) for size in inputs
@@ -356,7 +357,8 @@ class Model(SingleBatches, Saving, Inspection):
     ) -> None:
         """Calls `compile` with what `get_compile_config` returned.
 
-        A ValueError says that a name is unknown, also among the user's `custom_objects`.
+        Raises:
+            ValueError: If a name is unknown, and not that of one of the user's `custom_objects`.
         """
         modules = {"optimizer": "optimizers", "metrics": "metrics", "weighted_metrics": "metrics"}
         given = {
@@ -369,8 +371,11 @@ class Model(SingleBatches, Saving, Inspection):
         """Returns a model that applies another module to this model's current variables.
 
         It evaluates (after its own `compile`) and predicts but cannot be trained. Use it, for
-        instance, to decode token after token with a Transformer that was trained in parallel. The
-        module is of the same library, and finds its variables among this model's, at their paths.
+        instance, to decode token after token with a Transformer that was trained in parallel.
+
+        Args:
+            module: Module of the same library, whose variables are among this model's, at the same
+                paths.
         """
         options = self._core.options
         other = type(self)(module, seed=options.seed, **options.for_adapter())
@@ -404,7 +409,11 @@ class Model(SingleBatches, Saving, Inspection):
     def set_weights(self, weights: list[np.ndarray]) -> None:
         """Replaces all arrays, on every process by those of the master, but no optimizer state.
 
-        They are as `get_weights` returns them; another number or shape is a ValueError.
+        Args:
+            weights: Arrays as `get_weights` returns them.
+
+        Raises:
+            ValueError: If the number of arrays or a shape differs.
         """
         self.training_state.set_weights(weights)
 

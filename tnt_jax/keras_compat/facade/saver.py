@@ -78,9 +78,15 @@ class Saving:
     ) -> None:
         """Saves the variables and, except for safetensors, optimizer state and number of updates.
 
-        The path is a directory, or a name ending in `.weights.h5` (for a Keras model in Keras's own
-        layout) or `.safetensors` (names are paths with dots, such as `params.Dense_0.kernel`).
-        Otherwise it works like `save`.
+        Args:
+            filepath: A directory, or a name ending in `.weights.h5` (for a Keras model in Keras's
+                own layout) or `.safetensors` (names are paths with dots, such as
+                `params.Dense_0.kernel`).
+            overwrite: As in `save`.
+            tnt_save_all_devices: As in `save`.
+
+        Raises:
+            FileExistsError: If the path exists and `overwrite` is False.
         """
         self._save(filepath, overwrite, all_devices=tnt_save_all_devices, with_model=False)
 
@@ -124,7 +130,9 @@ class Saving:
     def get_config(self) -> dict[str, Any]:
         """Returns a description of the wrapped module as JSON values, for `from_config`.
 
-        A ValueError says that a module, such as one of NNX, does not keep what it was made with.
+        Raises:
+            ValueError: If the module cannot be described, such as an NNX module, which does not
+                keep its constructor's arguments.
         """
         options = {"options": describe(self._core.options.saved())}
         if is_keras(self._core.module):

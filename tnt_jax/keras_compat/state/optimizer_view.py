@@ -146,8 +146,10 @@ class OptimizerView:
     def learning_rate(self) -> Rate:
         """Rate of the next step. Setting it takes effect at once, without recompilation.
 
-        An Optax transformation that `optax.inject_hyperparams` has not built raises an
-        AttributeError; setting a rate that a schedule decides raises a TypeError.
+        Raises:
+            AttributeError: If the optimizer is an Optax transformation that was not built by
+                `optax.inject_hyperparams`.
+            TypeError: On setting, if a schedule decides the rate.
         """
         schedule, has_state = self._optimizer.learning_rate, self._trainer.state is not None
         if callable(schedule):

@@ -78,7 +78,10 @@ class DistributedEvalStep:
     def __call__(self, state: Any, batch: DistributedBatch, key: jax.Array | None = None) -> Any:
         """Evaluates one global batch; returns what the function does, the same on every rank.
 
-        The arguments are those of a training step; the state, which is read, stays the caller's.
+        Args:
+            state: What the step reads, any pytree of arrays; it stays the caller's.
+            batch: Batch of a `tnt_jax.distribute` dataset.
+            key: As for a training step, if the function takes one.
 
         Raises:
             TypeError: If the batch did not come from a distributed dataset, or a result differs
