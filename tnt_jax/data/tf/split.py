@@ -215,7 +215,7 @@ class Splitter:
         keeps_rows = kind == "_PrefetchDataset" or (kind == "CacheDataset" and at_selection)
         if keeps_rows or (kind in MAPS and self._may_move(dataset)):
             source = self._hoist(inputs[0], at_selection=at_selection)
-            return source._replace(later=(*source.later, self._later(dataset)))
+            return Hoisted(source.base, (*source.later, self._later(dataset)), source.base_names)
         if inputs:
             self.notes.append(
                 f"{operation_name(dataset)} and what stands before it run for all rows."
