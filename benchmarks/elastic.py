@@ -120,7 +120,7 @@ def run(job: str, arguments: argparse.Namespace, epochs: int, folder: Path) -> d
     words = ["-m", "tnt_jax.launch", "--no-gpu", "-n", arguments.processes, *options, "--"]
     sizes = [epochs, arguments.step_s, arguments.processes, int(arguments.reproducible)]
     own = [__file__, "--work", folder, *sizes]
-    environ = os.environ | {"TNT_HEARTBEAT_TIMEOUT_S": "10"}
+    environ = os.environ | {"TNT_HEARTBEAT_TIMEOUT_S": "5"}
     with (folder / "output.txt").open("w") as output:
         launcher = subprocess.Popen(
             [sys.executable, *map(str, [*words, *own])], stderr=output, stdout=output, env=environ
