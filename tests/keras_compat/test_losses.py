@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from keras_beside import skip_on_oldest_keras
 
 from tnt_jax.keras_compat import losses
 
@@ -122,6 +123,8 @@ def values_shape(loss, y_true, y_pred):
 
 @pytest.mark.parametrize(("name", "settings", "batch", "reduction", "weights"), GRID)
 def test_loss_equals_keras(name, settings, batch, reduction, weights):
+    if settings == {"ignore_class": -1}:
+        skip_on_oldest_keras("gives NaN as gradients of ignored labels")
     ours = getattr(losses, name)(reduction=reduction, **settings)
     theirs = getattr(keras_losses(), name)(reduction=reduction, **settings)
     y_true, y_pred = make(batch, settings, rows=200)

@@ -18,6 +18,7 @@ from keras_beside import (
     fit,
     keras_model,
     linen_model,
+    skip_on_oldest_keras,
 )
 from long_params import long_but_last
 
@@ -141,6 +142,8 @@ def test_reduce_lr_on_plateau(options):
 
 @pytest.mark.parametrize("raise_error", [False, True])
 def test_terminate_on_nan(raise_error, capsys):
+    skip_on_oldest_keras("has no raise_error in TerminateOnNaN")
+
     def make(module, label):
         return [module.TerminateOnNaN(raise_error=raise_error)]
 

@@ -55,9 +55,14 @@ def summary_table(name: str, params: Any, model_state: Any) -> str:
 
 
 class NamedWeight(np.ndarray):
-    """A weight with the attribute `path`, like Keras's variables."""
+    """A weight with the attribute `path`, like Keras's variables; its `name` is the same."""
 
     path: str
+
+    @property
+    def name(self) -> str:
+        """The path, by which callbacks of Keras 3.12 name weights."""
+        return self.path
 
 
 @dataclass(eq=False)
