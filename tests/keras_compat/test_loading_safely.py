@@ -394,3 +394,15 @@ def test_keras_weights_that_lead_out_of_their_file_are_refused(tmp_path):
         file["layers"] = h5py.ExternalLink(str(tmp_path / "secret.h5"), "layers")
     with pytest.raises(ValueError, match=r"ExternalLink"):
         model.load_weights(tmp_path / "x.weights.h5")
+    model.save(tmp_path / "x.keras")
+    with (
+        zipfile.ZipFile(tmp_path / "x.keras") as whole,
+        zipfile.ZipFile(tmp_path / "y.keras", "w") as changed,
+    ):
+        for name in whole.namelist():
+            if name.endswith("weights.h5"):
+                changed.write(tmp_path / "x.weights.h5", name)
+            else:
+                changed.writestr(name, whole.read(name))
+    with pytest.raises(ValueError, match=r"ExternalLink"):
+        tnt.models.load_model(tmp_path / "y.keras")

@@ -201,6 +201,7 @@ def _inputs_of(model: Model, notes: Mapping[str, Any]) -> Any:
 def _load_keras_file(path: Path, compile: bool, rebuild: Rebuilder) -> Model:
     import keras
 
+    keras_files.check_links(path)
     notes = keras_files.read_notes(path)
     custom_objects, trust = rebuild.custom_objects, rebuild.trust
     keras_model = keras.models.load_model(

@@ -115,6 +115,7 @@ class Saving:
         self.training_state.start_optimizer()
         _call_in_scope(lambda: check_path(path), current_scope())
         if is_keras(self._core.module) and path.is_file() and path.suffix != SAFETENSORS_ENDING:
+            keras_files.check_links(path)
             if skip_mismatch:
                 self._core.write_back()
             self._core.module.load_weights(path, skip_mismatch=skip_mismatch)

@@ -4,6 +4,7 @@ import copy
 import json
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ import numpy as np
 
 from tnt_jax.keras_compat.saving import keras_descriptions
 from tnt_jax.keras_compat.saving.descriptions import Rebuilder, describe
-from tnt_jax.keras_compat.saving.weight_files import H5_ENDING, read_h5, read_h5_notes, write_h5
+from tnt_jax.keras_compat.saving.weight_files import (
+    H5_ENDING,
+    check_links_of,
+    read_h5,
+    read_h5_notes,
+    write_h5,
+)
 from tnt_jax.log import logger
 
 _NOTES, _ARRAYS = "tnt_jax.json", "tnt_jax.h5"
@@ -141,6 +148,22 @@ def read_extra(path: Path) -> dict[str, np.ndarray]:
             return {}
         with file.open(_ARRAYS) as arrays:
             return read_h5(arrays)
+
+
+def check_links(path: Path) -> None:
+    """Raises a ValueError if the weights of a Keras model have links to somewhere else."""
+    import h5py
+
+    # Keras says what is wrong with a file of another kind.
+    with suppress(OSError, zipfile.BadZipFile):
+        if not zipfile.is_zipfile(path):
+            with h5py.File(path, "r") as weights:
+                check_links_of(weights)
+            return
+        with zipfile.ZipFile(path) as archive:
+            for name in filter(lambda name: name.endswith(".h5"), archive.namelist()):
+                with archive.open(name) as file, h5py.File(file, "r") as weights:
+                    check_links_of(weights)
 
 
 def read_notes(path: Path) -> dict[str, Any]:
