@@ -55,6 +55,7 @@ def test_layers_hold_the_trained_weights_below_their_names(model):
     }  # fmt: skip
     layer = model.get_layer("Dense_1")
     assert [weight.path for weight in layer.weights] == ["Dense_1/bias", "Dense_1/kernel"]
+    assert [weight.name for weight in layer.weights] == ["Dense_1/bias", "Dense_1/kernel"]
     assert np.array_equal(layer.get_weights()[1], VARIABLES["params"]["Dense_1"]["kernel"])
     layer.get_weights()[1][:] = 7
     layer.weights[1][:] = 7

@@ -392,7 +392,7 @@ def test_keras_weights_that_lead_out_of_their_file_are_refused(tmp_path):
     with h5py.File(tmp_path / "x.weights.h5", "a") as file:
         del file["layers"]
         file["layers"] = h5py.ExternalLink(str(tmp_path / "secret.h5"), "layers")
-    with pytest.raises(ValueError, match=r"ExternalLink"):
+    with pytest.raises(ValueError, match=r"a link \(ExternalLink\) at /+layers.*do not load it"):
         model.load_weights(tmp_path / "x.weights.h5")
     model.save(tmp_path / "x.keras")
     with (
@@ -404,5 +404,5 @@ def test_keras_weights_that_lead_out_of_their_file_are_refused(tmp_path):
                 changed.write(tmp_path / "x.weights.h5", name)
             else:
                 changed.writestr(name, whole.read(name))
-    with pytest.raises(ValueError, match=r"ExternalLink"):
+    with pytest.raises(ValueError, match=r"a link \(ExternalLink\) at /+layers.*do not load it"):
         tnt.models.load_model(tmp_path / "y.keras")

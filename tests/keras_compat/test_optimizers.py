@@ -127,7 +127,7 @@ def keras_optimizer(name, settings):
     if not hasattr(keras.optimizers, name):
         pytest.skip(f"Keras {keras.__version__} has no {name}.")
     if name == "Muon":
-        skip_on_oldest_keras("scales the updates of Muon otherwise")
+        skip_on_oldest_keras("computes Muon otherwise")
     return getattr(keras.optimizers, name)(**settings)
 
 

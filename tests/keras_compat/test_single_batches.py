@@ -46,7 +46,7 @@ def close(mine, theirs):
 
 @pytest.mark.parametrize("num_ranks", long_but_last(1, 4))
 def test_single_batches_give_the_numbers_of_keras(num_ranks, use_ranks):
-    skip_on_oldest_keras("weighs classes otherwise in train_on_batch")
+    skip_on_oldest_keras("gives another loss with class_weight in train_on_batch")
     use_ranks(num_ranks)
     theirs = keras_model()
     model = linen_model(theirs)
