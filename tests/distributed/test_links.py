@@ -1,9 +1,12 @@
-"""Bytes that processes send one another beside their steps, in real processes."""
+"""Bytes that processes send one another beside their steps."""
+
+import socket
+from types import SimpleNamespace
 
 import pytest
-from processes import launch
+from processes import free_address, launch
 
-pytestmark = pytest.mark.multiprocess
+from tnt_jax.distributed.host import links as module
 
 EXCHANGE = """
 import socket, threading
@@ -46,11 +49,11 @@ tnt.barrier()
 # A stranger that knocks gets no place.
 if process < 2:
     connect = module._connect
-    def knock(entry, own):
+    def knock(entry, *others):
         host, port, _ = entry.split(" ")
         stranger = socket.create_connection((host, int(port)))
         stranger.sendall(bytes(36))
-        return connect(entry, own)
+        return connect(entry, *others)
     module._connect = knock
     links = Links((0, 1), "values again")
     links.post(lambda: b"%d" % process)
@@ -60,6 +63,7 @@ print("done", process, flush=True)
 """
 
 
+@pytest.mark.multiprocess
 def test_messages_come_in_order_beside_the_steps(tmp_path):
     script = tmp_path / "exchange.py"
     script.write_text(EXCHANGE)
@@ -68,3 +72,29 @@ def test_messages_come_in_order_beside_the_steps(tmp_path):
     assert result.stdout.count("done") == 4
     assert result.stderr.count("A connection for values again was refused") == 1
     assert "different values of TNT_JOB_SECRET" in result.stderr
+
+
+@pytest.mark.parametrize("fails", ["greeting", "next"])
+def test_what_was_connected_is_closed_if_links_cannot_be_made(monkeypatch, fails):
+    def fail(*_):
+        raise ConnectionError("no secret")
+
+    monkeypatch.setattr(module.jax, "process_index", lambda: 2)
+    monkeypatch.setattr(module, "own_address", lambda: "127.0.0.1")
+    service = SimpleNamespace(key_value_set=lambda *_: None)
+    monkeypatch.setattr(module._jax, "coordination_client", lambda: service)
+    if fails == "greeting":
+        monkeypatch.setattr(module, "sign", fail)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ports = {"0": server.getsockname()[1], "1": free_address().split(":")[1]}
+        monkeypatch.setattr(
+            module, "read_key", lambda key, what: f"127.0.0.1 {ports[key[-1]]} nonce"
+        )
+        # The error keeps the frames that it passed, and what they hold.
+        with pytest.raises(ConnectionError, match="Process 2 cannot connect to process") as _raised:
+            module.Links((0, 1, 2), "test values")
+        link, _ = server.accept()
+        with link:
+            link.settimeout(5)
+            assert len(link.recv(36)) == (0 if fails == "greeting" else 36)
+            assert link.recv(1) == b""

@@ -148,7 +148,10 @@ def _connected(members: Sequence[int], what: str) -> dict[int, socket.socket]:
     address = own_address() or "127.0.0.1"
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     links = {}
-    with socket.create_server((address, 0), family=family) as server:
+    with (
+        socket.create_server((address, 0), family=family) as server,
+        contextlib.ExitStack() as unfinished,
+    ):
         # Without it, who has seen one connection being made could make another.
         nonce = secrets.token_hex(16)
         entry = f"{address} {server.getsockname()[1]} {nonce}"
@@ -156,7 +159,7 @@ def _connected(members: Sequence[int], what: str) -> dict[int, socket.socket]:
         for member in (member for member in members if member < process):
             entry = read_key(f"{folder}/{member}", what) or ""
             try:
-                links[member] = _connect(entry, process)
+                links[member] = _connect(entry, process, unfinished)
             except OSError as error:
                 host, port, _ = entry.split(" ")
                 raise ConnectionError(
@@ -183,8 +186,9 @@ def _connected(members: Sequence[int], what: str) -> dict[int, socket.socket]:
                         extra={"on_every_process": True},
                     )
                     continue
-                links[member] = link
+                links[member] = unfinished.enter_context(link)
                 later.discard(member)
+        unfinished.pop_all()
     for link in links.values():
         link.settimeout(None)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -192,9 +196,10 @@ def _connected(members: Sequence[int], what: str) -> dict[int, socket.socket]:
     return links
 
 
-def _connect(entry: str, process: int) -> socket.socket:
+def _connect(entry: str, process: int, unfinished: contextlib.ExitStack) -> socket.socket:
     host, port, nonce = entry.split(" ")
-    link = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
+    address = (host, int(port))
+    link = unfinished.enter_context(socket.create_connection(address, timeout=_CONNECT_S))
     sender = _SENDER.pack(process)
     link.sendall(sender + sign(f"link {nonce}", sender))
     return link
