@@ -362,6 +362,22 @@ def test_a_cluster_without_room_says_at_once_and_at_the_end_what_is_missing(conn
     assert re.search(f"Waiting up to 4 s for room on the Ray cluster: .*{lack}", texts[-1])
 
 
+def test_who_stops_waiting_for_room_gives_its_place_in_the_queue_back(
+    connected, use_ranks, monkeypatch
+):
+    def stop_waiting(self):
+        raise KeyboardInterrupt
+
+    use_ranks(1)
+    monkeypatch.setattr(Actors, "_lack", stop_waiting)
+    before = connected.util.placement_group_table()
+    with pytest.raises(KeyboardInterrupt):
+        tnt.ParameterServer(make_model(), num_workers=100)
+    after = connected.util.placement_group_table()
+    (made,) = after.keys() - before.keys()
+    assert after[made]["state"] == "REMOVED"
+
+
 def test_a_process_that_is_lost_before_it_starts_is_started_once_more(
     connected, use_ranks, monkeypatch, capsys
 ):

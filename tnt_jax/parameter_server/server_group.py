@@ -143,7 +143,7 @@ class Actors:
         self.servers: list[Any] = []
         self.workers: dict[int, Any] = {}
         try:
-            self._group = self._places()
+            self._take_places()
             self.servers = [self.start_server(number) for number in range(num_servers)]
             self.workers = {number: self.start_worker(number) for number in range(num_workers)}
             counts = set(self._await_processes())
@@ -210,22 +210,20 @@ class Actors:
         if self._started_ray:
             self.ray.shutdown()
 
-    def _places(self) -> Any:
-        """Returns a placement group with a bundle for each process, once there is room for it."""
-        group = self.ray.util.placement_group(self._resources, strategy="SPREAD")
-        if group.wait(timeout_seconds=_PLACEMENT_S):
-            return group
+    def _take_places(self) -> None:
+        """Makes a placement group with a bundle for each process; waits until there is room."""
+        self._group = self.ray.util.placement_group(self._resources, strategy="SPREAD")
+        if self._group.wait(timeout_seconds=_PLACEMENT_S):
+            return
         logger.warning(
             "Waiting up to %.0f s for room on the Ray cluster: %s.", self.timeout_s, self._lack()
         )
-        if group.wait(timeout_seconds=max(math.ceil(self.timeout_s) - _PLACEMENT_S, 0)):
-            return group
-        lack = self._lack()
-        self.ray.util.remove_placement_group(group)
-        raise RuntimeError(
-            f"The Ray cluster has had no room within {self.timeout_s:.0f} s: {lack}. Start fewer, "
-            "give each less (resources_per_worker, resources_per_server), or add nodes."
-        )
+        if not self._group.wait(max(math.ceil(self.timeout_s) - _PLACEMENT_S, 0)):
+            raise RuntimeError(
+                f"The Ray cluster has had no room within {self.timeout_s:.0f} s: {self._lack()}. "
+                "Start fewer, give each less (resources_per_worker, resources_per_server), or add "
+                "nodes."
+            )
 
     def _lack(self) -> str:
         """Returns what all processes need, and what of it is free and exists in the cluster."""
