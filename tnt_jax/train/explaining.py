@@ -107,6 +107,8 @@ class CountedCompilations:
 # Of a step, what half of the rows save where batches are not small. The launcher asks for a ratio
 # above 0.75 in nearly all rounds; this lets all that may pass.
 _HALF_SAVES = 0.3
+# Share of a step from which something is tried.
+_WORTH_A_TRIAL = 0.05
 
 
 class Timed(NamedTuple):
@@ -123,6 +125,10 @@ class Timed(NamedTuple):
         """Returns by which share one kind takes longer than another, at process 0's median."""
         longer = np.median(self.slowest(kind) - self.slowest(without))
         return float(collectives.broadcast(longer / np.median(self.slowest(of))))
+
+    def is_worth_a_trial(self, kind: str, without: str) -> bool:
+        """Returns whether one kind takes so much longer than another that something is tried."""
+        return self.share(kind, without, of="as is") > _WORTH_A_TRIAL
 
     def is_of_small_batches(self) -> bool:
         """Returns whether a step takes nearly as long with half of its rows; all must ask.
@@ -192,8 +198,6 @@ def run_to_end(course: Generator[int, None, Timed]) -> Timed:
     raise AssertionError("A kind is left to the caller.")
 
 
-WORTH_A_TRIAL = 0.05
-"""Share of a step from which something is tried."""
 FUSED = 8
 """Steps that share a program where that is tried."""
 KEPT = 8
@@ -370,7 +374,23 @@ def _describe_sums(lowered: Any | None) -> dict[str, int]:
     return {"number": len(sizes), "small": small, "bytes": sum(sizes)}
 
 
-def first_rows(item: HostBatch, rows: int) -> HostBatch:
+def local_kinds(
+    kept: Sequence[HostBatch],
+    num_ranks: int,
+    run_of: Callable[[list[HostBatch]], Callable[[int], None]],
+) -> dict[str, Callable[[int], None]]:
+    """Returns what runs steps of one rank, of so many, that sends nothing."""
+    per_rank = len(jax.tree.leaves(kept[0].data)[0]) // num_ranks
+    local = run_of([_first_rows(item, per_rank) for item in kept])
+    kinds = {"no sums": local}
+    if jax.process_count() > 1:
+        kinds["one rank"] = local
+    if per_rank > 1:
+        kinds["half the rows"] = run_of([_first_rows(item, per_rank // 2) for item in kept])
+    return kinds
+
+
+def _first_rows(item: HostBatch, rows: int) -> HostBatch:
     """Returns the first rows of a batch of this process."""
     mask = None if item.mask is None else item.mask[:rows]
     return HostBatch(jax.tree.map(lambda x: x[:rows], item.data), mask, rows)

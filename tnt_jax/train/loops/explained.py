@@ -22,10 +22,9 @@ from tnt_jax.job import Slot
 from tnt_jax.train.explaining import (
     FUSED,
     KEPT,
-    WORTH_A_TRIAL,
     Explaining,
     Timed,
-    first_rows,
+    local_kinds,
     report,
     turns,
 )
@@ -97,7 +96,7 @@ class ExplainedSteps:
             timed = yield from turns(kinds, rounds=rounds, programs=programs, alone=["one rank"])
             explaining.count_faults()
         line = None
-        if timed.share("as is", "no callbacks", of="as is") > WORTH_A_TRIAL:
+        if timed.is_worth_a_trial("as is", "no callbacks"):
             with SampledLines() as lines:
                 yield explaining.programs
             line = lines.most()
@@ -122,29 +121,22 @@ class ExplainedSteps:
     ) -> dict[str, Callable[[int], None]]:
         """Returns what runs steps of one rank that sends nothing."""
         mesh = _jax.make_data_mesh(self.runtime.mesh.local_devices[:1])
-        kept, put = kept[: num_steps or 1], put_batches(mesh, stacked=num_steps is not None)
-        per_rank = len(jax.tree.leaves(kept[0].data)[0]) // len(self.runtime.local_ranks)
+        put = put_batches(mesh, stacked=num_steps is not None)
         state = jax.tree.map(jnp.copy, self._runs.state)
         engine = self._engine.on(replace(self.runtime, mesh=mesh))
         runs = _Runs(engine, state, self._runs.key)
 
-        def run_of(rows: int) -> Callable[[int], None]:
-            return runs.over(_again(put([first_rows(item, rows) for item in kept])))
+        def run_of(items: list[HostBatch]) -> Callable[[int], None]:
+            return runs.over(_again(put(items)))
 
-        local = run_of(per_rank)
-        kinds = {"no sums": local}
-        if jax.process_count() > 1:
-            kinds["one rank"] = local
-        if per_rank > 1:
-            kinds["half the rows"] = run_of(per_rank // 2)
-        return kinds
+        return local_kinds(kept[: num_steps or 1], len(self.runtime.local_ranks), run_of)
 
     def _try_sums(self, explaining: Explaining, timed: Timed, batch: DistributedBatch) -> None:
         """Tries other buckets of gradients, if sums take a share of a step."""
         runtime = self.runtime
         if self._engine.comparison or runtime.num_ranks == 1:
             return
-        if timed.share("placed batches", "no sums", of="as is") <= WORTH_A_TRIAL:
+        if not timed.is_worth_a_trial("placed batches", "no sums"):
             return
         nbytes = sum(x.nbytes for x in jax.tree.leaves(self._runs.state))
         programs = {self._traced(batch).lower().as_text(): ("", self._engine)}

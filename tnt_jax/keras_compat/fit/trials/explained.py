@@ -25,11 +25,10 @@ from tnt_jax.train.execution import DeviceBatches, stack
 from tnt_jax.train.explaining import (
     FUSED,
     KEPT,
-    WORTH_A_TRIAL,
     Explaining,
     Reading,
     Timed,
-    first_rows,
+    local_kinds,
     report,
 )
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
@@ -92,7 +91,7 @@ class ExplainLoop(FitLoop):
             kinds |= self._local_kinds(kept)
             timed = explaining.time(kinds, alone=["one rank"])
             explaining.count_faults()
-            if timed.share("as is", "no callbacks", of="as is") > WORTH_A_TRIAL:
+            if timed.is_worth_a_trial("as is", "no callbacks"):
                 self._try_without_callbacks(explaining, whole)
             is_free = self._num_steps == 1 and self._trainer.steps.fused is not None
             if is_free and self._reading.is_uniform() and timed.is_of_small_batches():
@@ -146,25 +145,17 @@ class ExplainLoop(FitLoop):
         self._core.compile_steps(trainer=own)
         own.build_from(trainer.variables())
         prepare = preparation_of(own, self._plan.unpack, threaded=True)
-        per_rank = len(jax.tree.leaves(kept[0].data)[0]) // trainer.rank_slice.local_ranks
 
-        def group_of(rows: int) -> DeviceBatches:
-            return prepare([first_rows(item, rows) for item in kept[: self._num_steps]])
+        def run_of(items: list[HostBatch]) -> Callable[[int], None]:
+            group = prepare(items)
 
-        def run_of(group: DeviceBatches) -> Callable[[int], None]:
             def run(programs: int) -> None:
                 sums = own.train_epoch(repeat(group, programs), CountedRows())
                 jax.block_until_ready((own.state, sums))
 
             return run
 
-        local = run_of(group_of(per_rank))
-        kinds = {"no sums": local}
-        if jax.process_count() > 1:
-            kinds["one rank"] = local
-        if per_rank > 1:
-            kinds["half the rows"] = run_of(group_of(per_rank // 2))
-        return kinds
+        return local_kinds(kept[: self._num_steps], trainer.rank_slice.local_ranks, run_of)
 
     def _try_without_callbacks(
         self, explaining: Explaining, whole: Iterator[DeviceBatches]
@@ -205,7 +196,7 @@ class ExplainLoop(FitLoop):
         trainer = self._trainer
         if type(trainer.steps) is not DataParallelSteps or trainer.runtime.num_ranks == 1:
             return
-        if timed.share("placed batches", "no sums", of="as is") <= WORTH_A_TRIAL:
+        if not timed.is_worth_a_trial("placed batches", "no sums"):
             return
         step = step_to_tune(self._core)
         candidates = tuning.list_candidates(
