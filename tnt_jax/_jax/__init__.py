@@ -79,6 +79,7 @@ from tnt_jax._jax.programs import (
     define_prng_impl,
     draws_in,
     equations_on,
+    features_last,
     function_of,
     is_collective,
     jaxpr_as_fun,

@@ -410,7 +410,7 @@ def _maker_of(jaxpr: Any, var: Any) -> tuple[str, Any, Any]:
 def convolves_slowly_in_loops(jitted: Any, *args: Any) -> bool:
     """Returns whether a jitted function, which is traced, convolves with features not last."""
     return any(
-        x.params["dimension_numbers"] != _features_last(x.outvars[0].aval.ndim)
+        x.params["dimension_numbers"] != features_last(x.outvars[0].aval.ndim)
         for x in convolutions_in(jitted.trace(*args).jaxpr.jaxpr)
     )
 
@@ -453,7 +453,8 @@ def _of_programs(value: Any) -> Any:
     return _with_features_last(value) if isinstance(value, Jaxpr) else value
 
 
-def _features_last(ndim: int) -> lax.ConvDimensionNumbers:
+def features_last(ndim: int) -> lax.ConvDimensionNumbers:
+    """Returns the layout of a convolution whose operands and result have their features last."""
     last = ndim - 1
     rows_first = (0, last, *range(1, last))
     return lax.ConvDimensionNumbers(rows_first, (last, last - 1, *range(last - 1)), rows_first)
@@ -462,7 +463,7 @@ def _features_last(ndim: int) -> lax.ConvDimensionNumbers:
 def _convolve_features_last(equation: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     params = equation.params
     of_lhs, of_rhs, of_out = params["dimension_numbers"]
-    numbers = _features_last(lhs.ndim)
+    numbers = features_last(lhs.ndim)
     lhs = lax.transpose(lhs, (of_lhs[0], *of_lhs[2:], of_lhs[1]))
     rhs = lax.transpose(rhs, (*of_rhs[2:], of_rhs[1], of_rhs[0]))
     out = equation.primitive.bind(lhs, rhs, **{**params, "dimension_numbers": numbers})

@@ -73,11 +73,7 @@ def with_channels_last(equation: Any) -> tuple[dict[str, Any], list[tuple[int, .
     outputs, inputs, *window = equation.params["dimension_numbers"].rhs_spec
     # The dimensions of space, inputs, outputs, as in Flax and Keras.
     of_kernel = (*(kernel[dim] for dim in window), kernel[inputs], kernel[outputs])
-    num_dims = len(kernel)
-    of_rows = (0, num_dims - 1, *range(1, num_dims - 1))
-    numbers = jax.lax.ConvDimensionNumbers(
-        of_rows, (num_dims - 1, num_dims - 2, *range(num_dims - 2)), of_rows
-    )
+    numbers = _jax.features_last(len(kernel))
     shapes = [(batch, *space, channels), of_kernel]
     return equation.params | {"dimension_numbers": numbers}, shapes
 
