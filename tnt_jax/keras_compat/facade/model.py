@@ -440,12 +440,6 @@ class Model(SingleBatches, Saving, Inspection):
         self._core.write_back()
 
     @property
-    def compiled_kinds(self) -> set[Any]:
-        """Shapes of the batches that training has seen."""
-        compilation = self._core.compilation
-        return set() if compilation is None else compilation.compiled_kinds
-
-    @property
     def history(self) -> History | None:
         """The history of the last `fit`; None before the first."""
         return self._shared.progress.history
