@@ -50,6 +50,43 @@ def test_hosts_are_released_when_the_last_process_that_was_to_join_cannot_be_sta
     assert sent == ["release"]
 
 
+def test_a_host_that_cannot_be_used_again_is_named_once_and_when_the_reason_changes(close, capsys):
+    silent = "exec cat >/dev/null"
+    commands = iter(["exit 3", *2 * ["echo no room >&2"], *2 * [silent], "echo no disk >&2"])
+    tries = []
+
+    def next_connection(host):
+        command = next(commands, f"exec {shlex.join(supervisor_command())}")
+        tries.append((Connection(host, ["sh", "-c", command], is_remote=False), command))
+        close(tries[-1][0])
+        return tries[-1][0]
+
+    session = Session(["h"], next_connection, grace_period_s=1)
+    returned = []
+    session._membership = SimpleNamespace(
+        lost_host=lambda host, reason: True,
+        may_return=lambda host: True,
+        returned_host=returned.append,
+        tick=lambda: None,
+    )
+    session._running = {1: "h"}
+    while not returned:
+        session._turn()
+        connection, command = tries[-1]
+        if connection.closed or command == silent:
+            session._again_at["h"] = 0.0
+        session._keep_time()
+    session.close()
+    again = "[tnt-jax] h is tried again every 15 seconds, but cannot be used:"
+    assert capsys.readouterr().err.splitlines() == [
+        "[tnt-jax] Lost h with rank 1: its supervisor ended with code 3",
+        f"{again} no room",
+        f"{again} it does not answer",
+        f"{again} no disk",
+        "[tnt-jax] h can be reached again.",
+    ]
+
+
 def test_login_scripts_may_print_what_they_like(close):
     connection, session = connect(
         "echo Welcome; echo '{\"kind\": \"answer\"}'; printf 'no line end'; echo careful >&2; echo"

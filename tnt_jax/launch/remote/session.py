@@ -314,6 +314,8 @@ class Session:
     def _lose(self, connection: Connection, reason: str) -> None:
         if connection.host in self._lost:
             connection.abort()  # It was lost before, or could not be reached again.
+            if self._coming.get(connection.host) is connection:
+                self._note_absence(connection.host, reason)
             return
         self._lost[connection.host] = reason
         connection.closed = True
@@ -434,7 +436,10 @@ class Session:
                 self._take_back(host)
                 membership.returned_host(host)
             elif time.monotonic() > again_at:
-                self._drop(self._coming.pop(host, None))
+                if (silent := self._coming.pop(host, None)) is not None:
+                    if not silent.closed:
+                        self._note_absence(host, "it does not answer")
+                    self._drop(silent)
                 del self._again_at[host]
                 if membership.may_return(host):
                     self._try_again(host)
@@ -446,6 +451,12 @@ class Session:
         self._hear(connection)
         connection.send("ask", question="read_clock", arguments={})
 
+    def _note_absence(self, host: str, reason: str) -> None:
+        """Says why a host that was lost cannot take part again, unless it is what was known."""
+        if reason != self._lost[host]:
+            self._lost[host] = reason
+            say(f"{host} is tried again every {_AGAIN_S:g} seconds, but cannot be used: {reason}")
+
     def _take_back(self, host: str) -> None:
         del self._again_at[host], self._lost[host]
         self._drop(self._connections[host])
@@ -454,10 +465,8 @@ class Session:
             connection.outbox.beat_for_ever()
         say(f"{host} {connection.returned}.")
 
-    def _drop(self, connection: Connection | None) -> None:
+    def _drop(self, connection: Connection) -> None:
         """Ends a connection between two turns, after which nobody listens to it."""
-        if connection is None:
-            return
         for descriptor in (connection.stdout, connection.stderr):
             with suppress(KeyError):
                 self._selector.unregister(descriptor)
