@@ -209,6 +209,23 @@ def test_the_environment_of_a_report_has_no_secrets():
     }
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("hub_token: s3cret, size: 2", "hub_token: (hidden), size: 2"),
+        ("{password : s3cret}", "{password : (hidden)}"),
+        ("X-Api-Key: s3cret", "X-Api-Key: (hidden)"),
+        ("Authorization: token s3cret", "Authorization: token (hidden)"),
+        ('{"Authorization": "Bearer s3cret"}', '{"Authorization": "Bearer (hidden)"}'),
+        ("--auth s3cret --verbose", "--auth (hidden) --verbose"),
+        ("KeyError: 'loss'", "KeyError: 'loss'"),
+        ("/opt/keys:/usr/bin", "/opt/keys:/usr/bin"),
+    ],
+)
+def test_named_secrets_are_hidden_quoted_or_not(text, shown):
+    assert shown_environment({"TNT_ARGS": text}) == {"TNT_ARGS": shown}
+
+
 def test_what_the_doctor_found_is_in_a_report_without_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "tnt_jax.launch.doctor._list_devices", lambda environ: "no module in /home/ada/lib"

@@ -404,9 +404,11 @@ _SOUNDS_SECRET = (
 _SECRET = re.compile(_SOUNDS_SECRET, re.IGNORECASE)
 _USER = re.compile(r"//\S*@|(?<![\w/])[\w.%-]+:[^\s/@]+@")
 _NAME = rf"[\w-]*(?:{_SOUNDS_SECRET})[\w-]*"
-# Within a value, as in `?token=...`, `{"password": "..."}`, `--api-key ...` and `Bearer ...`.
+# Within a value, as in `?token=...`, `password: ...`, `--api-key ...` and `Bearer ...`. A KeyError
+# names no secret, and neither does `/opt/keys:/usr/bin`.
 _NAMED = re.compile(
-    rf"""((?:{_NAME}(?:=|["']\s*:\s*)|--{_NAME}\s+(?!-)|\b(?:Bearer|Basic)\s+)["']?)[^\s"'&,;}}]+""",
+    rf"""((?:{_NAME}(?:=|["']\s*:\s*|(?<!Error)\s*:\s+)|--{_NAME}\s+(?!-)|\b(?=(?:Bearer|Basic)\s))"""
+    r"""["']?(?:(?:Bearer|Basic|token)\s+(?!-))?)[^\s"'&,;}]+""",
     re.IGNORECASE,
 )
 _LIST_DEVICES = """
