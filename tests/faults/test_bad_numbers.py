@@ -12,6 +12,7 @@ from warned import kept_warnings
 
 import tnt_jax as tnt
 from tnt_jax.train.finite import CHECKED
+from tnt_jax.train.health import number_watch
 from tnt_jax.train.health.number_watch import MOST_SKIPPED, LossSpikes, NumberWatch
 
 KINDS = {
@@ -162,6 +163,31 @@ def test_rollback_returns_to_the_epochs_beginning_and_goes_on_behind(use_ranks, 
         assert has_same_bits(model.state, expected.state)
     else:
         assert int(model.state.step) == 0
+
+
+class Ending(tnt.callbacks.Callback):
+    """Ends training by an error after a step."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 13:
+            raise InterruptedError
+
+
+@pytest.mark.parametrize("between", ["a resumed run", "another copy"])
+def test_steps_that_rollback_undid_before_are_counted_on(use_ranks, tmp_path, monkeypatch, between):
+    use_ranks(2)
+    x, y = rows(8 * 30)
+    x[[8 * 2, 8 * 24]] = np.nan
+    callbacks = []
+    if between == "another copy":
+        monkeypatch.setattr(number_watch, "COPY_STEPS", 10)
+    else:
+        callbacks = [tnt.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=12)]
+        with pytest.raises(InterruptedError):
+            fit(x, y, on_nan="rollback", epochs=1, callbacks=[*callbacks, Ending()])
+    model, history = fit(x, y, on_nan="rollback", epochs=1, callbacks=callbacks)
+    assert 0 < int(model.state.step) < 30 - 7
+    assert history["skipped_steps"] == [30 - int(model.state.step)]
 
 
 @pytest.mark.long

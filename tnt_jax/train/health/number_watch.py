@@ -186,7 +186,6 @@ class _Copy:
     state: TrainState
     sums: Any
     index: int
-    skipped: int
 
 
 class NumberWatch:
@@ -222,8 +221,7 @@ class NumberWatch:
         if self._on_nan == "rollback" and (before is None or index - before.index >= COPY_STEPS):
             if before is None:
                 self._first_step = int(state.step)
-            skipped = 0 if before is None else before.skipped
-            self._copy = _Copy(copied(state), sums, index, skipped)
+            self._copy = _Copy(copied(state), sums, index)
             if self._has_progressed:
                 self._num_rollbacks, self._has_progressed = 0, False
         return sums
@@ -327,7 +325,7 @@ class NumberWatch:
             newest + 1,
         )
         self._in_a_row = 0
-        skipped = copy.skipped + newest - copy.index
+        skipped = int(np.asarray(copy.sums[CHECKED])[2]) + newest - copy.index
         return copied(copy.state), copy.sums | {CHECKED: self._counts(0, skipped=skipped)}
 
     def _end(self, started: _Started, state: TrainState, why: str = "") -> None:
