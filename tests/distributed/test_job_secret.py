@@ -130,6 +130,18 @@ def test_variables_join_a_job_and_objects_without_a_secret_are_plain():
     assert codes == [0, 0], outputs
 
 
+def test_a_search_without_a_secret_says_so_before_the_study_is_made():
+    pytest.importorskip("optuna")
+    codes, outputs = start("""
+        import sys, tnt_jax as tnt
+        tnt.search.optimize(lambda: sys.exit("made"), lambda trial: 0.0)
+    """)
+    assert codes == [1, 1], outputs
+    expected = "RuntimeError: tnt_jax.search.optimize passes on more than plain values between proc"
+    assert all(expected in output for output in outputs), outputs
+    assert "made" not in [line.strip() for output in outputs for line in output.splitlines()]
+
+
 # Process 1 is the attacker: it writes to the service what it wants process 0 to unpickle.
 ATTACK = """
     import base64, json, os, pathlib, pickle, sys

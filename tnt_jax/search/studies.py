@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any, NamedTuple, TypeVar
 
 from tnt_jax.distributed.host.collectives import call_on_all_processes
-from tnt_jax.distributed.host.objects import broadcast_object
+from tnt_jax.distributed.host.objects import broadcast_object, check_secret
 from tnt_jax.distributed.joining.runtime import get_process_count, is_master_rank
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.liveness.rendezvous import meet
@@ -165,14 +165,17 @@ def optimize(
 
     Raises:
         ModuleNotFoundError: If Optuna is not installed.
-        RuntimeError: On every process, if the objective returned on some processes and was pruned
-            on others; on processes other than the master, if the study failed.
+        RuntimeError: On every process, if several have no secret (docs/launching.md), or if the
+            objective returned on some processes and was pruned on others; on processes other than
+            the master, if the study failed.
         Exception: What the objective raised.
     """
     optuna = import_optuna("tnt_jax.search.optimize")
     errors = tuple(catch) if isinstance(catch, Iterable) else (catch,)
     errors = (optuna.TrialPruned, *errors)
-    if not is_master_rank():
+    is_master = is_master_rank()  # It joins the job, whose secret is looked for.
+    check_secret("tnt_jax.search.optimize")
+    if not is_master:
         return _follow(objective, errors, gc_after_trial)
     has_failed = False
 

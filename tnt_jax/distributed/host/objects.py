@@ -19,6 +19,17 @@ from tnt_jax.distributed.liveness.rendezvous import meet
 from tnt_jax.job import check_signature, secret, sign
 
 _SIGNATURE_BYTES = 32
+_NEEDED = (
+    "Other objects can run code, so the processes need a secret to sign them: start the job by "
+    "tnt-jax, or set TNT_JOB_SECRET to the same random text for all processes. See "
+    "docs/launching.md#a-trusted-network."
+)
+
+
+def check_secret(call: str) -> None:
+    """Raises a RuntimeError if a public call that passes on objects lacks what signs them."""
+    if jax.process_count() > 1 and not secret.get():
+        raise RuntimeError(f"{call} passes on more than plain values between processes. {_NEEDED}")
 
 
 def all_gather_object(value: Any, *, process_set: ProcessSet | None = None) -> list[Any]:
@@ -153,7 +164,5 @@ def _check_is_plain(call: str, value: Any) -> None:
     elif value is not None and type(value) not in (bool, int, float, str):
         raise TypeError(
             f"{call} passes on None, numbers, text, lists, and dicts whose keys are text, but here "
-            f"{type(value).__name__}. Other objects can run code, so the processes need a secret "
-            "to sign them: start the job by tnt-jax, or set TNT_JOB_SECRET to the same random text "
-            "for all processes. See docs/launching.md#a-trusted-network."
+            f"{type(value).__name__}. {_NEEDED}"
         )
