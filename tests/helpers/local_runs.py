@@ -66,6 +66,7 @@ def train_plainly(
     groups = [[leaf.copy() for leaf in shared] for _ in range(num_groups)]
     residuals = [[np.zeros_like(leaf) for leaf in shared] for _ in range(num_groups)]
     seen = np.zeros((num_groups, len(fragments)))
+    unsent = np.zeros(len(fragments), bool)
     opt_states = [outer.init([shared[i] for i in part]) for part in fragments]
     under_way = []
 
@@ -89,8 +90,8 @@ def train_plainly(
                     move = rounded(move, compress)
                 own.append(move)
             moves.append(own)
-        shares = seen[:, number] / seen[:, number].sum()
-        seen[:, number] = 0
+        shares = seen[:, number] / max(seen[:, number].sum(), 1)
+        seen[:, number] = unsent[number] = 0
         mean = [
             sum(np.float32(share) * move for share, move in zip(shares, column, strict=True))
             for column in zip(*moves, strict=True)
@@ -114,11 +115,12 @@ def train_plainly(
             batch = slice(start, min(start + size, rows))
             part = -(-(batch.stop - batch.start) // num_groups)
             step += 1
+            unsent[:] = True
             for g, group in enumerate(groups):
                 own = slice(start + g * part, min(start + (g + 1) * part, batch.stop))
-                seen[g] += own.stop - own.start
                 if any(own.start <= row < own.stop for row in bad_rows):
                     continue
+                seen[g] += own.stop - own.start
                 grads = grads_of(group, jnp.asarray(x[own]), jnp.asarray(y[own]))
                 groups[g] = [
                     leaf - RATE * np.asarray(grad) for leaf, grad in zip(group, grads, strict=True)
@@ -131,7 +133,7 @@ def train_plainly(
     while under_way:
         receive()
     for number in range(len(fragments)):
-        if seen[0, number]:
+        if unsent[number]:
             send(number, step)
             receive()
     return shared

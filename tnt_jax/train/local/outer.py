@@ -94,12 +94,12 @@ class OuterUpdates:
             (self._opt_states, self._residual), group.mesh
         )
         # Rows and steps since each fragment was sent.
-        self._rows = [0] * sync.fragments
+        self._rows: list[Any] = [np.float32(0)] * sync.fragments
         self._steps = [0] * sync.fragments
         self.updates = [0] * sync.fragments
         self._under_way: deque[_Sent] = deque()
         # Rows, steps and residual before each of these was sent, in an elastic job.
-        self._before: dict[int, tuple[int, int, Arrays]] = {}
+        self._before: dict[int, tuple[np.float32, int, Arrays]] = {}
         # Messages of all groups that have come before they were due, `[groups, bytes]`.
         self._came: deque[np.ndarray] = deque()
         self._links = Links(group.leads, "outer updates") if group.is_lead else None
@@ -122,8 +122,13 @@ class OuterUpdates:
         """Bytes that each group sends to each other one in `every` steps."""
         return sum(self._message_bytes(fragment) for fragment in range(self._sync.fragments))
 
-    def has_turn(self, rows: int) -> bool:
-        """Counts a step of the group on so many rows; returns whether `exchange` must follow."""
+    def has_turn(self, rows: Any) -> bool:
+        """Counts a step of the group on so many rows; returns whether `exchange` must follow.
+
+        Only the devices may know how many, of a step that may have been left.
+        """
+        if link() is not None:  # The devices may be left before they are sent.
+            rows = int(rows)
         self.num_steps += 1
         self._rows = [before + rows for before in self._rows]
         self._steps = [steps + 1 for steps in self._steps]
@@ -164,7 +169,7 @@ class OuterUpdates:
         """
         for fragment, _ in self._under_way:
             # They were sent by an interrupted run.
-            rows, steps, residual = self._before.pop(fragment, (0, 0, {}))
+            rows, steps, residual = self._before.pop(fragment, (np.float32(0), 0, {}))
             self._rows[fragment] += rows
             self._steps[fragment] += steps
             self._residual |= residual
@@ -184,7 +189,7 @@ class OuterUpdates:
         self.updates = list(updates)
         for fragment in missed:
             # The others have had the moves of this group.
-            self._rows[fragment] = 0
+            self._rows[fragment] = np.float32(0)
             part = self._part(fragment)
             zeros = {path: jnp.zeros_like(x) for path, x in self._residual.items() if path in part}
             self._residual |= _jax.replicate(zeros, self._group.mesh)
@@ -227,7 +232,7 @@ class OuterUpdates:
             return jax.tree.structure(tree).unflatten([put(arrays[path]) for path in paths])
 
         self._residual = like({"residual": self._residual}, own)["residual"]
-        self._rows = [int(own[f"rows/{fragment}"]) for fragment in range(len(self._rows))]
+        self._rows = [np.float32(own[f"rows/{part}"]) for part in range(len(self._rows))]
         self._steps = [int(steps) for steps in shared["steps"]]
         self.num_steps = int(shared["num_steps"])
         outer = like({"outer": dict(enumerate(self._opt_states))}, shared)["outer"]
@@ -266,14 +271,14 @@ class OuterUpdates:
             self._part(fragment),
             before,
             self._averages_of(fragment, averages),
-            np.float32(self._rows[fragment]),
+            self._rows[fragment],
         )
         made: Any = message.addressable_data(0)
         if link() is not None:
             self._before[fragment] = self._rows[fragment], self._steps[fragment], before
             made = np.array(made)  # The devices may be left before it is sent.
         self._residual |= residual
-        self._rows[fragment] = self._steps[fragment] = 0
+        self._rows[fragment], self._steps[fragment] = np.float32(0), 0
         self._under_way.append(_Sent(fragment, self.num_steps + self._sync.delay))
         if self._links is not None:
             self._links.post(lambda: np.asarray(made).tobytes())

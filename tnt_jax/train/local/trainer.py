@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -25,6 +26,7 @@ from tnt_jax.log import logger
 from tnt_jax.train.compiled_steps import CompiledSteps
 from tnt_jax.train.contracts import Steps, TrainingStep
 from tnt_jax.train.execution import DeviceBatches
+from tnt_jax.train.finite import CHECKED
 from tnt_jax.train.local.groups import Group, LocalSteps, join_group
 from tnt_jax.train.local.outer import OuterUpdates
 from tnt_jax.train.state import TrainState, state_arrays, with_arrays
@@ -394,6 +396,8 @@ class GroupTrainer(Trainer):
             first_row, num_rows = self._own_part(group)
             self._number_rows(first_row)
             sums = super()._run(group, sums)
+            if CHECKED in sums:
+                num_rows = _rows_taken(num_rows, sums[CHECKED])
             state = self._built()
             if outer.has_turn(num_rows):
                 params, averages = outer.exchange(*self._weights(state))
@@ -464,6 +468,12 @@ class GroupTrainer(Trainer):
         rows: Sequence[Any] = [shard.data[None] for shard in x.addressable_shards]
         shape = (self.group.num_groups, *x.shape)
         return jax.make_array_from_single_device_arrays(shape, self._by_group, rows)
+
+
+@jax.jit
+def _rows_taken(num_rows: int, counts: jax.Array) -> jax.Array:
+    """Returns the rows of a step, by which it weighs in the mean; 0 if it was left."""
+    return jnp.where(counts[0] == 0, num_rows, 0)
 
 
 def _variables(state: TrainState) -> dict[str, Any]:
