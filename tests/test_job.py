@@ -41,12 +41,12 @@ OF_THE_PROCESS = {
     "_jax.processes.stop_threads_that_fail",
     "_jax.compiling._without_ynn_convolutions",
     # Answers about dtypes and modules, and kinds of keys by what they draw.
-    "train.checkpoints.arrays._is_storable",
+    "train.checkpoints.files._is_storable",
     "keras_compat.comparable._is_library",
     "distributed.sums.random_rows._impl",
     "distributed.sums.random_rows._known_draws",
     # What a fork must close.
-    "train.checkpoints.lock._open_files",
+    "train.checkpoints.directory._open_files",
     # What this version of JAX has.
     "_jax.compiling._compiling",
 }

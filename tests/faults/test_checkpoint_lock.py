@@ -14,14 +14,14 @@ import time
 import numpy as np
 import pytest
 
-from tnt_jax.train.checkpoints import lock as checkpoint_lock
+from tnt_jax.train.checkpoints import directory as checkpoint_lock
 from tnt_jax.train.checkpoints.checkpoint import Checkpoints
-from tnt_jax.train.checkpoints.lock import DirectoryLock, LockedError
+from tnt_jax.train.checkpoints.directory import DirectoryLock, LockedError
 
 HOLDER = textwrap.dedent("""
     import os, sys, time
     from pathlib import Path
-    from tnt_jax.train.checkpoints.lock import DirectoryLock, fcntl
+    from tnt_jax.train.checkpoints.directory import DirectoryLock, fcntl
     if "WITHOUT_OFD" in os.environ:
         del fcntl.F_OFD_SETLK
     lock = DirectoryLock(Path(sys.argv[1]))

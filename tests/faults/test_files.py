@@ -198,7 +198,7 @@ def test_two_checkpoints_and_the_best_stay(tmp_path):
     for step in range(1, 8):
         checkpoints.save(state_at(step), is_best=step in (2, 3))
     checkpoints.close()
-    assert [number for number, _ in checkpoints._folders.complete(tmp_path)] == [3, 6, 7]
+    assert [number for number, _ in checkpoints._folders.complete()] == [3, 6, 7]
 
 
 def test_a_state_that_is_not_finite_is_refused_once(tmp_path, warnings):

@@ -8,7 +8,7 @@ import pytest
 from processes import SCRIPTS, launch
 
 from tnt_jax.train.checkpoints.checkpoint import Checkpoints
-from tnt_jax.train.checkpoints.lock import DirectoryLock
+from tnt_jax.train.checkpoints.directory import DirectoryLock
 from tnt_jax.train.state import create_state
 
 pytestmark = pytest.mark.multiprocess

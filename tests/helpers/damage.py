@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from tnt_jax.train.checkpoints.directory import FOLDER
 from tnt_jax.train.checkpoints.files import damaged_files, write_file_checksums
-from tnt_jax.train.checkpoints.folders import FOLDER
 
 
 def files_below(folder):

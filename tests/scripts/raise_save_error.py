@@ -8,7 +8,7 @@ import flax.linen as nn
 import numpy as np
 
 import tnt_jax as tnt
-from tnt_jax.train.checkpoints import writer
+from tnt_jax.train.checkpoints import checkpoint
 
 FOLDER, STEPS = sys.argv[1], 500
 
@@ -38,7 +38,7 @@ model.compile("sgd", loss="mse")
 place = Place()
 backup = tnt.callbacks.BackupAndRestore(FOLDER, save_freq="epoch", on_save_error="raise")
 full = OSError(28, "No space left on device")
-with mock.patch.object(writer, "write_part", side_effect=full):
+with mock.patch.object(checkpoint, "write_part", side_effect=full):
     try:
         model.fit(batches(), steps_per_epoch=STEPS, epochs=2, verbose=0, callbacks=[place, backup])
     except OSError as error:

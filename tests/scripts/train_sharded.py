@@ -13,8 +13,8 @@ import numpy as np
 from sharded_kinds import KINDS
 
 import tnt_jax as tnt
-from tnt_jax.train.checkpoints.arrays import HostArray, is_spread
 from tnt_jax.train.checkpoints.checkpoint import Checkpoints
+from tnt_jax.train.checkpoints.files import HostArray, is_spread
 from tnt_jax.train.state import state_arrays
 
 SIZE = 8

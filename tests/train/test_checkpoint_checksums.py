@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tnt_jax.train.checkpoints import files
-from tnt_jax.train.checkpoints.arrays import HostArray
 from tnt_jax.train.checkpoints.files import (
+    HostArray,
     array_checksum,
     damaged_files,
     problem_of_array,

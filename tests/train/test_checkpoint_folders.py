@@ -12,7 +12,7 @@ from keras_beside import data
 import tnt_jax as tnt
 from tnt_jax import callbacks
 from tnt_jax.train.checkpoints.checkpoint import Checkpoints
-from tnt_jax.train.checkpoints.folders import OwnFolders, is_ours
+from tnt_jax.train.checkpoints.directory import OwnFolders, is_ours
 
 
 def fit(folder=None, *, epochs=3, after=(), **model_options):
@@ -163,9 +163,9 @@ def test_only_unfinished_checkpoints_of_ours_are_cleaned(tmp_path, entries, goes
     for entry in entries:
         (left / entry).mkdir(parents=True)
     left.mkdir(exist_ok=True)
-    OwnFolders("tnt_jax_backup").remove_unfinished(tmp_path)
+    OwnFolders(tmp_path, "tnt_jax_backup").remove_unfinished()
     assert left.is_dir()
-    OwnFolders("tnt_jax_step").remove_unfinished(tmp_path)
+    OwnFolders(tmp_path, "tnt_jax_step").remove_unfinished()
     assert left.is_dir() is not goes
 
 

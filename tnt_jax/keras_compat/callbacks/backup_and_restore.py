@@ -19,7 +19,7 @@ from tnt_jax.keras_compat.callbacks.monitor import Monitor, SaveFreq, SavingSeco
 from tnt_jax.launch.planning.fingerprint import fingerprint_line
 from tnt_jax.log import logger
 from tnt_jax.train.checkpoints.checkpoint import Checkpoints, OnSaveError, Position, Saved
-from tnt_jax.train.checkpoints.folders import OwnFolders
+from tnt_jax.train.checkpoints.directory import OwnFolders
 from tnt_jax.train.state import digest, state_arrays, with_arrays
 
 
@@ -176,7 +176,7 @@ _CHECK_S = 1.0
 
 def newest_backup(directory: Path) -> str | None:
     """Returns the name of the newest complete backup in a directory that this process sees."""
-    _, path = max(OwnFolders(BACKUP_PREFIX).complete(directory), default=(0, None))
+    _, path = max(OwnFolders(directory, BACKUP_PREFIX).complete(), default=(0, None))
     return None if path is None else path.name
 
 

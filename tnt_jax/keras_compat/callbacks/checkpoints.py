@@ -11,7 +11,7 @@ from tnt_jax.keras_compat.callbacks.monitor import Mode, Monitor, SaveFreq, Savi
 from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.keras_compat.saving.weight_files import is_file_name
 from tnt_jax.train.checkpoints.checkpoint import Checkpoints
-from tnt_jax.train.checkpoints.folders import problem_of_folder
+from tnt_jax.train.checkpoints.directory import problem_of_folder
 
 # Extensions of single files; anything else is a directory, written in the background.
 _FILES = (".weights.h5", ".h5", ".keras", ".safetensors")

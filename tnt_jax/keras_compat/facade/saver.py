@@ -38,7 +38,7 @@ from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.keras_compat.state.model_state import ModelState, only
 from tnt_jax.log import logger
 from tnt_jax.train.checkpoints.checkpoint import STEP_PREFIX, Checkpoints
-from tnt_jax.train.checkpoints.folders import OwnFolders
+from tnt_jax.train.checkpoints.directory import OwnFolders
 from tnt_jax.train.state import TrainState, state_arrays, without_accumulated
 
 PathLike = str | os.PathLike[str]
@@ -204,7 +204,7 @@ class Saving:
     def _read(self, path: Path) -> dict[str, np.ndarray]:
         if path.is_dir():
             # Those of a `BackupAndRestore` count in a directory that has no others.
-            has_others = OwnFolders(STEP_PREFIX).complete(path)
+            has_others = OwnFolders(path, STEP_PREFIX).complete()
             is_backup = not has_others and newest_backup(path) is not None
             prefix = BACKUP_PREFIX if is_backup else STEP_PREFIX
             alone = current_scope() != "all_processes"

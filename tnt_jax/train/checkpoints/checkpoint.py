@@ -18,23 +18,39 @@ one is deleted after that: whenever a process dies, the last complete checkpoint
 number of devices and processes. Whatever else lies in the directory is neither read nor removed.
 """
 
+import hashlib
+import json
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
 
+from tnt_jax import _jax
 from tnt_jax.distributed.host import collectives
-from tnt_jax.distributed.joining.runtime import is_master_rank
+from tnt_jax.distributed.joining.runtime import init, is_master_rank
 from tnt_jax.distributed.liveness.phases import in_phase
+from tnt_jax.distributed.liveness.rendezvous import read_key
+from tnt_jax.job import Slot
 from tnt_jax.log import logger
-from tnt_jax.train.checkpoints.arrays import check_savable, read_shapes, spread_regions
-from tnt_jax.train.checkpoints.files import Content, DamagedCheckpointError, read_checkpoint
-from tnt_jax.train.checkpoints.folders import OwnFolders
-from tnt_jax.train.checkpoints.writer import Outcome, Writer, close_writer, writer_of
+from tnt_jax.train.checkpoints.directory import DirectoryLock, LockedError, OwnFolders, remove
+from tnt_jax.train.checkpoints.files import (
+    Content,
+    DamagedCheckpointError,
+    NotFiniteError,
+    check_savable,
+    complete,
+    read_checkpoint,
+    read_shapes,
+    spread_regions,
+    write_part,
+)
 from tnt_jax.train.state import TrainState, state_arrays, without_accumulated
 
 OnSaveError = Literal["warn", "raise"]
@@ -75,6 +91,207 @@ class Saved:
     notes: dict[str, Any]
 
 
+_WHAT = "a checkpoint"
+# "written", "refused" because of its numbers, or "failed".
+Result = Literal["written", "refused", "failed"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How writing a checkpoint ended, and what was wrong, the same on all processes."""
+
+    result: Result
+    problem: str = ""
+
+
+class Writer:
+    """Writes the checkpoints of one directory in the background; `alone` without other processes.
+
+    The processes of a job agree twice on each checkpoint: when it begins, on its number, and when
+    all have written, on whether it is complete. What fails on one of them reaches all the others
+    through the job's coordination service, so that none waits for a process that has failed.
+    """
+
+    def __init__(self, folders: OwnFolders, *, alone: bool) -> None:
+        init()
+        self.damaged: set[int] = set()  # Numbers of checkpoints that could not be read.
+        self._folders = folders
+        self._alone = alone
+        self._process = jax.process_index()
+        # Whether this process decides, and writes what all processes hold.
+        self.leads = alone or self._process == 0
+        self._is_clean = False
+        self._lock: DirectoryLock | None = None
+        self._thread: threading.Thread | None = None
+        self._attempts = 0
+        self._pending: Outcome | None = None
+        self._is_writing = False
+        identity = hashlib.sha256(f"{folders.directory} {folders.prefix}".encode())
+        self._key = f"tnt_jax/checkpoint/{identity.hexdigest()[:16]}"
+
+    def lock(self) -> None:
+        """Refuses other jobs the directory; raises a LockedError or an OSError on all processes."""
+        self._agree("Checkpoints.lock", self._hold_lock)
+
+    def begin(self, wanted: int) -> int:
+        """Creates the folder of a checkpoint; returns its number, the wanted or a higher one."""
+        return self._agree("Checkpoints.save", partial(self._prepare, wanted))
+
+    def start(self, number: int, content: Content, *, max_to_keep: int | None) -> None:
+        """Writes a checkpoint in the background, with the number that `begin` returned."""
+        self._attempts += 1
+        self._is_writing = True
+        if not (self.leads or content.is_spread):
+            return
+        self._thread = threading.Thread(
+            target=self._write, args=(number, content, max_to_keep), name="tnt_jax checkpoint"
+        )
+        self._thread.start()
+
+    @property
+    def _attempt(self) -> str:
+        """The key of the checkpoint that is being written."""
+        return f"{self._key}/{self._attempts}"
+
+    def is_done(self) -> bool:
+        """Returns whether no checkpoint is being written; all processes ask together."""
+        is_done = self._thread is None or not self._thread.is_alive()
+        if self._alone or not self._is_writing:
+            return is_done
+        return collectives.agree("Checkpoints.check", {}, note=is_done)[0]
+
+    def finish(self) -> Outcome | None:
+        """Waits for the checkpoint that is being written; returns how it ended, or None."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if not self._is_writing:
+            return None
+        self._is_writing = False
+        if not self.leads:
+            text = read_key(f"{self._attempt}/outcome", _WHAT)
+            return Outcome(*json.loads(text)) if text else None
+        outcome, self._pending = self._pending, None
+        return outcome
+
+    def close(self) -> None:
+        """Waits until everything is written, without asking the others, and frees the lock."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._pending is not None and self._pending.problem:
+            where, problem = self._folders.directory, self._pending.problem
+            logger.warning("A checkpoint in %s: %s", where, problem)
+        self._is_writing = False
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _agree(self, call: str, prepare: Callable[[], int | None]) -> int:
+        """Returns what the leading process prepares; if that fails, all raise."""
+        number, error = -1, cast(Exception | None, None)
+        if self.leads:
+            try:
+                number = prepare() or 0
+            except Exception as raised:  # Raised below, on every process.
+                error = raised
+        if not self._alone:
+            kind = LockedError if isinstance(error, LockedError) else OSError
+            note = [number, kind.__name__ if error else "", str(error or "")]
+            number, kind, text = collectives.agree(call, {}, note=note)[0]
+            if kind and error is None:
+                error = LockedError(text) if kind == LockedError.__name__ else OSError(text)
+        if error is not None:
+            raise error
+        return number
+
+    def _hold_lock(self) -> None:
+        directory = self._folders.directory
+        if self._lock is not None and not self._lock.is_held():
+            self._lock.release()
+            self._lock = None
+            if not directory.is_dir():
+                raise FileNotFoundError(
+                    f"{directory} vanished; the next checkpoint creates it again"
+                )
+            logger.warning("The lock of %s was lost, and is taken again.", directory)
+        if self._lock is None:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lock = DirectoryLock(directory / f".{self._folders.prefix}.lock")
+
+    def _prepare(self, wanted: int) -> int:
+        """Locks the directory and creates the folder of a checkpoint; returns its number."""
+        self._hold_lock()
+        if not self._is_clean:
+            self._folders.remove_unfinished()
+            self._is_clean = True
+        number = max(wanted, self._folders.taken() + 1)
+        self._folders.unfinished(number).mkdir()
+        return number
+
+    def _write(self, number: int, content: Content, max_to_keep: int | None) -> None:
+        """Writes this process's part; the leading process then lets the checkpoint appear."""
+        outcome = self._write_part(number, content)
+        if not self.leads:
+            told = json.dumps([outcome.result, outcome.problem])
+            _jax.coordination_client().key_value_set(f"{self._attempt}/{self._process}", told)
+            return
+        try:
+            if content.is_spread:
+                outcomes = [outcome, *self._others()]
+                outcome = next((each for each in outcomes if each.result != "written"), outcome)
+            if outcome.result == "written":
+                folders = self._folders
+                complete(folders.unfinished(number), content, folders.folder(number))
+                folders.remove_old(max_to_keep=max_to_keep, ignored=self.damaged)
+        except Exception as error:  # Each process must hear of it, whatever it is.
+            outcome = Outcome("failed", f"{type(error).__name__}: {error}")
+        finally:
+            self._tell(outcome, number)
+
+    def _write_part(self, number: int, content: Content) -> Outcome:
+        try:
+            write_part(self._folders.unfinished(number), content, process=self._process)
+        except NotFiniteError as error:
+            return Outcome("refused", str(error))
+        except Exception as error:  # Each process must hear of it, whatever it is.
+            return Outcome("failed", f"Process {self._process}: {type(error).__name__}: {error}")
+        return Outcome("written")
+
+    def _others(self) -> list[Outcome]:
+        """Returns how the other processes fared, once all have written."""
+        outcomes = []
+        for process in range(1, jax.process_count()):
+            told = read_key(key := f"{self._attempt}/{process}", _WHAT)
+            ends = Outcome("failed", "The script ended while a checkpoint was written")
+            outcomes.append(Outcome(*json.loads(told)) if told else ends)
+            _jax.coordination_client().key_value_delete(key)
+        return outcomes
+
+    def _tell(self, outcome: Outcome, number: int) -> None:
+        """Ends a checkpoint for all processes."""
+        if outcome.result != "written" and (left := self._folders.unfinished(number)).is_dir():
+            remove(left)
+        self._pending = outcome
+        if not self._alone and jax.process_count() > 1:
+            client = _jax.coordination_client()
+            told = json.dumps([outcome.result, outcome.problem])
+            client.key_value_set(f"{self._attempt}/outcome", told)
+            # All have read it before they began this one.
+            client.key_value_delete(f"{self._key}/{self._attempts - 1}/outcome")
+
+
+def _close_all(writers: dict[tuple[Path, str, bool], Writer]) -> None:
+    with ExitStack() as closing:
+        for writer in writers.values():
+            closing.callback(writer.close)
+
+
+# By directory, prefix and `alone`: a run that ended by an exception may still write where the next
+# one begins.
+_writers = Slot[dict[tuple[Path, str, bool], Writer]](dict, close=_close_all)
+
+
 class Checkpoints:
     """A directory of numbered checkpoints.
 
@@ -113,7 +330,8 @@ class Checkpoints:
         self._on_save_error = on_save_error
         self._max_to_keep = max_to_keep
         self._alone = alone
-        self._folders = OwnFolders(prefix)
+        self._folders = OwnFolders(self.directory, prefix)
+        self._key = self.directory, prefix, alone
         # How the last checkpoint ended: only changes are reported.
         self._last = Outcome("written")
 
@@ -200,7 +418,7 @@ class Checkpoints:
         A checkpoint that is being written is waited for.
         """
         self.wait()
-        complete = self._on_all(self._folders.complete(self.directory))[0]
+        complete = self._on_all(self._folders.complete())[0]
         return max((n for n in complete if before is None or n < before), default=None)
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -212,7 +430,7 @@ class Checkpoints:
         number = self.newest()
         if number is None:
             raise self._missing()
-        return read_shapes(self._folder(number) / "state")
+        return read_shapes(self._folders.folder(number) / "state")
 
     @in_phase("save", spent="restarting")
     def read(self, number: int | None = None, *, like: TrainState | None = None) -> Saved:
@@ -248,8 +466,7 @@ class Checkpoints:
         """
         self.wait()
         problems: list[str] = []
-        here = self.directory
-        found = self._on_all([*self._folders.complete(here), *self._folders.remains(here)])
+        found = self._on_all([*self._folders.complete(), *self._folders.remains()])
         numbers = {n for seen in found for n in seen if before is None or n < before}
         for number in sorted(numbers, reverse=True):
             saved, problem = self._read_on_all(number, like)
@@ -282,7 +499,7 @@ class Checkpoints:
 
     def folder_name(self, number: int) -> str:
         """Returns the name of a checkpoint's folder in the directory."""
-        return self._folders.build_name(number)
+        return self._folders.folder(number).name
 
     @in_phase("save", spent="saving")
     def check(self) -> bool:
@@ -310,7 +527,8 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            close_writer(self.directory, self._folders, alone=self._alone)
+            if (writer := _writers.get().pop(self._key, None)) is not None:
+                writer.close()
 
     def remove_all(self) -> None:
         """Removes all checkpoints with this prefix, and the directory if it is empty then.
@@ -321,14 +539,14 @@ class Checkpoints:
         if not self._alone:
             collectives.barrier()
         if self._alone or is_master_rank():
-            self._folders.remove_all(self.directory)
+            self._folders.remove_all()
 
     @property
     def _writer(self) -> Writer:
-        return writer_of(self.directory, self._folders, alone=self._alone)
-
-    def _folder(self, number: int) -> Path:
-        return self.directory / self.folder_name(number)
+        writers = _writers.get()
+        if self._key not in writers:
+            writers[self._key] = Writer(self._folders, alone=self._alone)
+        return writers[self._key]
 
     def _report(self, outcome: Outcome) -> None:
         """Raises or warns if a checkpoint was not written, unless the one before was not either."""
@@ -366,7 +584,7 @@ class Checkpoints:
         saved = None
         try:
             wanted = None if like is None else spread_regions(state_arrays(like))
-            items, about = read_checkpoint(self._folder(number), wanted)
+            items, about = read_checkpoint(self._folders.folder(number), wanted)
             position = None if about["position"] is None else Position(*about["position"])
             extra = items.get("extra", {})
             saved = Saved(number, items["state"], extra, position, about["notes"])
