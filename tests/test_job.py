@@ -31,9 +31,9 @@ OF_THE_PROCESS = {
     "data.feed._running",
     "distributed.liveness.rendezvous._is_ending",
     "distributed.liveness.rendezvous._waiting_threads",
-    "keras_compat.saving.known_names.modules",
+    "keras_compat.saving.descriptions.known_modules",
     "keras_compat.fit.start_check.installed_versions",
-    "keras_compat.saving.known_names._others_by_id",
+    "keras_compat.saving.descriptions._others_by_id",
     "launch.supervisor._listeners",
     # The line to the launcher, which a process gets once.
     "distributed.elastic.link",

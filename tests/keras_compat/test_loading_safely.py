@@ -26,8 +26,13 @@ from keras_beside import data
 from long_params import long_but_last
 
 import tnt_jax as tnt
-from tnt_jax.keras_compat.saving.descriptions import NotDescribable, Rebuilder, describe
-from tnt_jax.keras_compat.saving.known_names import find, modules
+from tnt_jax.keras_compat.saving.descriptions import (
+    NotDescribable,
+    Rebuilder,
+    describe,
+    find,
+    known_modules,
+)
 
 
 class Own(nn.Module):
@@ -283,7 +288,7 @@ def test_a_function_inside_another_is_not_written():
 def test_the_table_holds_no_module_and_nothing_that_reads_or_writes():
     names = [
         f"{where}:{name}"
-        for where, (module, names, base) in modules().items()
+        for where, (module, names, base) in known_modules().items()
         for name in (*names, *(module.__all__ if base is not None else ()))
     ]
     table = {name: value for name in names if (value := find(name)) is not None}
