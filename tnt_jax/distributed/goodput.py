@@ -67,11 +67,6 @@ class Account:
         # Until training goes on: it may end before.
         self._step = self._earlier_step
 
-    @property
-    def is_own_thread(self) -> bool:
-        """Whether the current thread is the one whose time is counted."""
-        return threading.get_ident() == self.thread
-
     def switch(self, phase: Phase) -> Phase:
         """Begins a phase, and returns the one that ends."""
         now_ns = time.perf_counter_ns()
@@ -243,28 +238,23 @@ def training() -> Iterator[None]:
             books.file.write(books.account.notes(is_finished=is_finished))
 
 
-class phase:
+@contextmanager
+def phase(name: Phase) -> Iterator[None]:
     """Counts the block under a phase, if the thread is the one that trains."""
-
-    __slots__ = ("_account", "_before", "_name")
-
-    def __init__(self, name: Phase) -> None:
-        self._name: Phase = name
-
-    def __enter__(self) -> None:
-        own = account()
-        self._account = own if own.is_own_thread else None
-        if self._account is not None:
-            self._before: Phase = self._account.switch(self._name)
-
-    def __exit__(self, *_: object) -> None:
-        if self._account is not None:
-            self._account.switch(self._before)
+    own = _books.get().account
+    if threading.get_ident() != own.thread:
+        yield
+        return
+    before = own.switch(name)
+    try:
+        yield
+    finally:
+        own.switch(before)
 
 
 def _note_duration(event: str, duration_secs: float, **_: Any) -> None:
-    own = account()
-    if event.startswith("/jax/core/compile/") and own.is_own_thread:
+    own = _books.get().account
+    if event.startswith("/jax/core/compile/") and threading.get_ident() == own.thread:
         own.add_compilation(duration_secs)
 
 
