@@ -370,11 +370,8 @@ class Watch(Points):
 
 
 _watch = Slot[Watch | None](lambda: None, close=Watch.stop)
-
-
-def current() -> Watch | None:
-    """Returns the watch of this job; None until `start`."""
-    return _watch.get()
+current = _watch.get
+"""Returns the watch of this job; None until `start`."""
 
 
 def start() -> Watch:

@@ -99,9 +99,8 @@ def stop() -> None:
     _timeline.set(None)
 
 
-def current() -> Timeline | None:
-    """Returns the timeline of this job; None if nothing is recorded."""
-    return _timeline.get()
+current = _timeline.get
+"""Returns the timeline of this job; None if nothing is recorded."""
 
 
 def span(name: str, category: str, **arguments: Any) -> AbstractContextManager[None]:

@@ -144,12 +144,8 @@ class Here:
         )
 
 
-_here = Slot(Here, lasts=True)
-
-
-def here() -> Here:
-    """Returns where this process is in its job."""
-    return _here.get()
+here = Slot(Here, lasts=True).get
+"""Returns where this process is in its job."""
 
 
 def describe_wait() -> str | None:
