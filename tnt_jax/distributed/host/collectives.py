@@ -265,6 +265,8 @@ def any_process(flag: bool, *, where: str) -> bool:
 
 def call_on_all_processes(function: Callable[[], _T]) -> _T:
     """Returns the result of a function; if it fails on any process, all raise as below."""
+    if get_process_count() == 1:
+        return function()
     error, result = None, cast(_T, None)
     try:
         result = function()
