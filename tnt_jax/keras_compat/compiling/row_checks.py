@@ -22,7 +22,7 @@ from tnt_jax.adapters.base import Adapter
 from tnt_jax.distributed.sums.random_rows import DrawError, row_key, step_key
 from tnt_jax.log import logger
 from tnt_jax.train.contracts import Batch
-from tnt_jax.train.steps.epoch_sums import num_local_rows
+from tnt_jax.train.steps.epoch_sums import num_local_rows, num_real_local_rows
 from tnt_jax.train.steps.row_dependence import Free, Mixed, dependences, is_by_row
 from tnt_jax.train.trainer import Trainer
 
@@ -160,7 +160,7 @@ def dependence_of_rows(
             "needs it whole on one device."
         )
         return None
-    num_real = real_rows(batch)
+    num_real = num_real_local_rows(batch)
     per_rank = min(num_local_rows(batch) // trainer.rank_slice.local_ranks, num_real)
     num_rows = [rows for rows in (min(_NUM_ROWS, num_real), per_rank) if rows > 1]
     if not num_rows:
@@ -169,11 +169,6 @@ def dependence_of_rows(
         lambda rows: _Program(trainer, batch, per_row, rows, train=train), num_rows
     )
     return _dependence(program, sizes)
-
-
-def real_rows(batch: Batch) -> int:
-    """Returns the rows of this process that are no padding."""
-    return num_local_rows(batch) if batch.mask is None else int(batch.mask.sum())
 
 
 def _for_some_rows(make: Callable[[int], _T], num_rows: list[int]) -> _T:
@@ -214,7 +209,7 @@ class _Program:
         self, trainer: Trainer, batch: Batch, per_row: PerRow, num_rows: int, *, train: bool
     ) -> None:
         state = trainer.require_state()
-        num_real = real_rows(batch)
+        num_real = num_real_local_rows(batch)
         self.num_rows = num_rows
         variables = (state.params, state.model_state, state.key)
         self._variables = jax.tree.map(lambda x: trainer.gather(x).addressable_data(0), variables)

@@ -17,11 +17,10 @@ from tnt_jax.distributed.joining import runtime
 from tnt_jax.keras_compat.callbacks.recording import draw_curves
 from tnt_jax.keras_compat.compiling.compiled import Compiled
 from tnt_jax.keras_compat.configuration import plain
-from tnt_jax.keras_compat.fit.data_intake import DataArguments, to_batch
+from tnt_jax.keras_compat.fit.data_intake import DataArguments, kinds, to_batch
 from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.keras_compat.state.core import Core
-from tnt_jax.keras_compat.state.model_state import kinds
 from tnt_jax.keras_compat.state.optimizer_view import StateVariable, state_variables
 from tnt_jax.sharded.planning import StepMemory
 from tnt_jax.train.contracts import Batch

@@ -1,4 +1,4 @@
-"""The arguments of calls that describe data, and the batches that steps take from it."""
+"""The data of calls: their arguments, the batches of steps, and which inputs a model takes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from tnt_jax.adapters.base import CallStyle
 from tnt_jax.data.arguments import is_arrays
 from tnt_jax.data.elements import unpack
 from tnt_jax.data.sources import HostBatch, Source, common_length
 from tnt_jax.data.streams import EpochStream
+from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.train.contracts import Batch
 
 Weighting = Callable[[Any, Any], Any]
@@ -51,6 +54,84 @@ def require_targets(batch: Batch) -> None:
         f"{', '.join(map(repr, keys))}, counts as inputs alone. Let each element be (inputs, "
         f"targets), for instance with dataset.map(lambda element: ({inputs}, "
         f"element[{targets!r}])), or pass y with arrays."
+    )
+
+
+def kinds(tree: Any) -> Any:
+    """Returns what a step is traced for: the structure of a batch, row shapes and dtypes."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((np.shape(leaf)[1:], str(jnp.result_type(leaf))) for leaf in leaves)
+
+
+def shapes(tree: Any) -> str:
+    """Describes the shapes of a batch; the number of rows is written as "rows"."""
+    texts = [
+        f"[{', '.join(['rows', *map(str, np.shape(leaf)[1:])])}]" for leaf in jax.tree.leaves(tree)
+    ]
+    text = str(jax.tree.unflatten(jax.tree.structure(tree), texts))
+    return text.replace("'[", "[").replace("]'", "]")
+
+
+def input_problem(module: Any, inputs: Any) -> str | None:
+    """Returns what is wrong with the number of inputs, or None if the signature does not tell."""
+    if isinstance(inputs, Mapping):
+        return None
+    if is_keras(module):
+        # The call of models that are neither functional nor Sequential accepts any number.
+        tensors = getattr(module, "inputs", None) if module.built else None
+        names = tuple(x.name for x in tensors) if tensors else None
+        num_given = len(jax.tree.leaves(inputs))
+    else:
+        num_given = len(inputs) if isinstance(inputs, (tuple, list)) else 1
+        style = CallStyle.of(module.__call__)
+        names = style.positional
+        most = num_given if style.is_variadic else len(names)
+        if not style.unpack or style.num_required <= num_given <= most:
+            return None
+        if num_given < style.num_required:
+            names = names[: style.num_required]
+    if names is None or num_given == len(names):
+        return None
+    example = f"(({', '.join(names)}), targets)" if len(names) > 1 else "(inputs, targets)"
+    return (
+        f"{type(module).__name__} takes {len(names)} input(s) ({', '.join(names)}), but the data "
+        f"gives {num_given}: {describe(inputs)}. Let each element be {example}; with arrays, pass "
+        "the targets as y."
+    )
+
+
+def signature_tells(module: Any, inputs: Any) -> bool:
+    """Returns whether the signature takes such inputs; a tuple, say, may be one argument."""
+    if not isinstance(inputs, (tuple, list, Mapping)) or is_keras(module):
+        return True
+    style = CallStyle.of(module.__call__)
+    if isinstance(inputs, Mapping):
+        return bool(inputs) and set(style.positional[: style.num_required]) <= set(inputs) <= set(
+            style.names
+        )
+    return style.unpack and len(inputs) == style.num_required
+
+
+def describe(inputs: Any) -> str:
+    """Describes the shapes of a batch's inputs; only the first few if there are many."""
+    leaves = jax.tree_util.tree_leaves_with_path(inputs)
+    shown = [
+        f"{jax.tree_util.keystr(path)} {x.dtype}{list(np.shape(x))}".strip()
+        for path, x in leaves[:6]
+    ]
+    return ", ".join([*shown, "..."] if len(leaves) > len(shown) else shown)
+
+
+def unusable_inputs(module: Any, inputs: Any, error: Exception) -> str:
+    """Returns the error text for a Flax module that fails on a tuple, list or dict of inputs."""
+    names = ", ".join(CallStyle.of(module.__call__).positional) or "*args"
+    reason = next(iter(str(error).strip().splitlines()), "")
+    return (
+        f"{type(module).__name__} takes ({names}) and cannot use the {type(inputs).__name__} of "
+        f"{len(inputs)} that the data gives as inputs: {describe(inputs)}. It ends in "
+        f"{type(error).__name__}: {reason}\n"
+        "Let each element be (inputs, targets), with the inputs as the module takes them; a "
+        "dataset of dicts needs a map such as lambda element: (element['image'], element['label'])."
     )
 
 

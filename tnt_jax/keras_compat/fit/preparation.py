@@ -21,25 +21,28 @@ from tnt_jax.keras_compat.compiling.row_checks import (
     bytes_of_products,
     dependence_of_rows,
     outputs_per_row,
-    real_rows,
     traced_dependence,
 )
-from tnt_jax.keras_compat.fit.data_intake import DataArguments, Plan, require_targets, to_batch
+from tnt_jax.keras_compat.fit.data_intake import (
+    DataArguments,
+    Plan,
+    input_problem,
+    kinds,
+    require_targets,
+    shapes,
+    signature_tells,
+    to_batch,
+    unusable_inputs,
+)
 from tnt_jax.keras_compat.fit.hooks import Progress
 from tnt_jax.keras_compat.fit.resume import Resumption
 from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.keras_compat.state.core import Core
-from tnt_jax.keras_compat.state.model_state import (
-    ModelState,
-    input_problem,
-    kinds,
-    shapes,
-    signature_tells,
-    unusable_inputs,
-)
+from tnt_jax.keras_compat.state.model_state import ModelState
 from tnt_jax.log import logger
 from tnt_jax.sharded import ShardedSteps
 from tnt_jax.train.contracts import Batch
+from tnt_jax.train.steps.epoch_sums import num_real_local_rows
 from tnt_jax.train.trainer import local_outputs, preparation_of, steps_per_program, trace_outputs
 
 # The number of characters that an error quotes of another.
@@ -147,8 +150,10 @@ class Shared:
             for leaf in jax.tree.leaves(value):
                 check_numbers(name, leaf)
         core, trainer = self.core, self.core.trainer
+        # Whether a kind of inputs is accepted depends on whether steps call the model on them.
+        kind, known = (kinds(batch.inputs), core.calls_model), self._known_inputs
         was_built = trainer.is_built
-        if (error := self._input_error(batch.inputs)) is not None:
+        if kind not in known and (error := self._input_error(batch.inputs)) is not None:
             raise error
         trainer.build(batch.inputs)
         # While fit runs, only what callbacks assign is news in the wrapped object.
@@ -157,7 +162,6 @@ class Shared:
         elif core.take_over_changes(batch.inputs) and core.compilation is not None:
             core.compilation.forget_data()
             core.forget_passes()
-        kind, known = kinds(batch.inputs), self._known_inputs
         if kind in known:
             return
         if was_built and core.calls_model and known:
@@ -213,7 +217,9 @@ class Shared:
         declared = getattr(core.module, "output_names", None) if is_keras(core.module) else None
         functions = Compiled(compilation.arguments, outputs, batch.targets, declared)
         if checks:
-            check = partial(functions.check_first_batch, batch.targets, rows=real_rows(batch))
+            check = partial(
+                functions.check_first_batch, batch.targets, rows=num_real_local_rows(batch)
+            )
             collectives.call_on_all_processes(check)
             functions.check_traced(outputs, activations, batch.targets)
             looks_at_outputs = any(spec.looks_at_outputs for spec in functions.specs)

@@ -85,6 +85,11 @@ def num_local_rows(batch: Batch) -> int:
     return jax.tree.leaves(batch.inputs)[0].shape[0]
 
 
+def num_real_local_rows(batch: Batch) -> int:
+    """Returns the rows of a batch on the host that are no padding."""
+    return num_local_rows(batch) if batch.mask is None else int(batch.mask.sum())
+
+
 def num_real_rows(batch: Batch) -> jax.Array | float:
     """Returns the real rows of the global batch, inside `shard_map`."""
     if batch.mask is None:
