@@ -126,9 +126,12 @@ def evaluated_in_passes(apply: Apply, at_once: RowsAtOnce) -> Apply:
     def apply_in_passes(
         params: Any, model_state: Any, inputs: Any, *, key: Any, train: bool, mask: Any
     ) -> Applied:
+        whole = apply(params, model_state, inputs, key=key, train=train, mask=mask)
+        if train or at_once.evaluation is None:
+            return whole
         rows = in_passes(jax.tree.leaves(inputs)[0].shape[0], at_once.evaluation)
-        if train or rows.num_parts == 1:
-            return apply(params, model_state, inputs, key=key, train=train, mask=mask)
+        if rows.num_parts == 1:
+            return whole
         micro = rows.cut_batch(Batch(inputs, mask=mask))
 
         def compute(micro: tuple[Batch, Any]) -> Applied:
@@ -136,7 +139,6 @@ def evaluated_in_passes(apply: Apply, at_once: RowsAtOnce) -> Apply:
             own = rows.key(key, words)
             return apply(params, model_state, batch.inputs, key=own, train=False, mask=batch.mask)
 
-        whole = apply(params, model_state, inputs, key=key, train=False, mask=mask)
         applied = jax.lax.map(compute, (micro, rows.keys(key)))
         return Applied(
             jax.tree.map(rows.joined, applied.outputs),
