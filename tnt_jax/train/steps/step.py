@@ -349,6 +349,8 @@ def share_of_rows(batch: Batch, rows: jax.Array | float) -> jax.Array | None:
 
 def for_cpus(traced: Any, step: jax.Array) -> Any:
     """Returns a program with the results of `traced` that XLA's CPU compiler makes fast."""
+    if not _jax.convolutions_in(traced.jaxpr):
+        return traced
     return _jax.with_features_last(keep_inputs(traced, step))
 
 
