@@ -93,6 +93,11 @@ def mapped_sizes() -> dict[Any, int]:
     return dict(core.get_axis_env().axis_sizes)
 
 
+def mapped_axes() -> list[str]:
+    """Returns the names of the axes that the traced function is mapped over."""
+    return [name for name in mapped_sizes() if isinstance(name, str)]
+
+
 def all_gather_invariant(x: jax.Array, axis_name: Any = None) -> jax.Array:
     """Returns the parts of all ranks concatenated, typed as equal on every rank, in `shard_map`."""
     axis_name = rank_axes() if axis_name is None else axis_name

@@ -20,7 +20,6 @@ from tnt_jax._jax.arrays import (
     RANK_AXES,
     STAGE_AXIS,
     is_varying,
-    mapped_sizes,
     num_ranks,
     rank_axes,
 )
@@ -535,11 +534,6 @@ def _named(function: Callable, axis_name: str) -> Callable:
 def tracks_varying(axis_name: str) -> bool:
     """Returns whether arrays know if they differ between ranks: in `shard_map` with `check_vma`."""
     return is_varying(jax.lax.axis_index(axis_name), axis_name)
-
-
-def mapped_axes() -> list[str]:
-    """Returns the names of the axes that the traced function is mapped over."""
-    return [name for name in mapped_sizes() if isinstance(name, str)]
 
 
 @or_plain(
