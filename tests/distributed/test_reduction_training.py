@@ -127,7 +127,7 @@ def test_compression_stays_within_its_rounding(name):
     # Adam divides by the size of a gradient, so that a rounding of 2**-8 of it moves a weight by
     # about that part of the rate.
     assert_close(model.variables["params"], expected, {"sgd": 2e-3, "adam": 5e-3}[name])
-    assert any(np.any(x) for x in jax.tree.leaves(model._trainer._built().residual))
+    assert any(np.any(x) for x in jax.tree.leaves(model._trainer.require_state().residual))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_several_steps_in_one_program_equal_single_ones(choices):
 
 def test_each_rank_keeps_its_part_of_the_optimizer_state():
     model, _ = train(optax.adam(0.01), shard_optimizer_state=True)
-    state = model._trainer._built()
+    state = model._trainer.require_state()
     moments = jax.tree.leaves_with_path(state.opt_state)
     cut = {
         jax.tree_util.keystr(path): x for path, x in moments if shard_dim(x.shape, 4) is not None

@@ -221,7 +221,7 @@ class ServedTrainer(Trainer):
         """Gives the model to the workers and the variables to the servers, where they changed."""
         if self._has_loaded and not self._servers_are_older:
             return
-        state, optimizer = self._built(), self._optimizer or optax.identity()
+        state, optimizer = self.require_state(), self._optimizer or optax.identity()
         if self._layout is None:
             self._layout = self._make_layout(state, optimizer)
         snapshots = self._snapshots(self._layout, state)

@@ -103,7 +103,7 @@ class Trainer:
 
         The places describe the arrays of the state there, with their shardings.
         """
-        state = self._built()
+        state = self.require_state()
         # What is compiled for the steps before must not meet those to come.
         self.ahead.wait()
         self.evaluation_ahead.wait()
@@ -154,7 +154,7 @@ class Trainer:
     def described(self) -> TrainState:
         """Returns the state, or descriptions of its arrays while variables are being computed."""
         described = None if self._coming is None else self._coming.described
-        return self._built() if described is None else described
+        return self.require_state() if described is None else described
 
     def build(self, inputs: Any) -> None:
         """Creates the variables for inputs like `inputs`, if there are none.
@@ -201,14 +201,16 @@ class Trainer:
 
     def require_state(self) -> TrainState:
         """Returns the state of a model that is built or builds itself; else a RuntimeError."""
-        if self.state is None and (inputs := self.adapter.sample_inputs()) is not None:
+        state = self.state
+        if state is None and (inputs := self.adapter.sample_inputs()) is not None:
             self.build(inputs)
-        if self.state is None:
+            state = self.state
+        if state is None:
             raise RuntimeError(
                 "The model has no variables yet. Call build(shape_or_sample), or fit, evaluate "
                 "or predict first."
             )
-        return self.state
+        return state
 
     def build_from(self, variables: Variables) -> None:
         """Creates the state from arrays as of `adapter.init`, the same on every process."""
@@ -251,7 +253,7 @@ class Trainer:
     def host_sums(self, leaves: Sequence[np.ndarray], batch: Batch) -> Any:
         """Returns sums of an epoch with given host leaves, for host batches like `batch`."""
         group = DeviceBatches(self.put(batch), 0)
-        return self.programs.host_sums(leaves, group, self._built())
+        return self.programs.host_sums(leaves, group, self.require_state())
 
     def set_state(self, state: TrainState) -> None:
         """Puts a state of host or device arrays on every device."""
@@ -263,7 +265,7 @@ class Trainer:
         All processes must call it, unless `alone` is True: a RuntimeError then refuses what is
         sharded over several.
         """
-        state = self._built()
+        state = self.require_state()
         if alone and not all(
             x.is_fully_addressable or x.is_fully_replicated
             for x in jax.tree.leaves((state.params, state.opt_state))
@@ -289,7 +291,7 @@ class Trainer:
 
     def variables(self) -> Variables:
         """Returns host copies of parameters and model state; of parts all processes must ask."""
-        state = self._built()
+        state = self.require_state()
         return Variables(
             *jax.tree.map(lambda x: np.array(self.gather(x)), (state.params, state.model_state))
         )
@@ -315,25 +317,25 @@ class Trainer:
             # Read here, because a callback may have changed the steps.
             group, compiled = self._taken(group), self.programs
             self.ahead.wait()
-            sums = compiled.zero_sums(group, self._built()) if sums is None else sums
-            sums = sums if watch is None else watch.before(index, self._built(), sums)
+            sums = compiled.zero_sums(group, self.require_state()) if sums is None else sums
+            sums = sums if watch is None else watch.before(index, self.require_state(), sums)
             sums = self._run(group, sums)
             running.add(sums["loss"][1])
             index += group.num_steps
             if watch is not None:
                 self.state, sums = watch.after(
-                    index, self._built(), sums, self._with_real_rows(group)
+                    index, self.require_state(), sums, self._with_real_rows(group)
                 )
             if hooks.on_batch_end(index - 1, sums, group.num_rows):
                 break
         if watch is not None and sums is not None:
-            self.state, sums = watch.settle(self._built(), sums)
+            self.state, sums = watch.settle(self.require_state(), sums)
         return sums
 
     def _run(self, group: DeviceBatches, sums: Any) -> Any:
         def start() -> tuple[TrainState, Any]:
             # Read here, because a callback may have replaced the state.
-            state = self._built()
+            state = self.require_state()
             return self.programs.training(group, state, sums)(state, sums, group.batch)
 
         done = self._started(
@@ -368,7 +370,7 @@ class Trainer:
         )
         programs = CompiledSteps(steps, step, kept=self.traced)
         whole = NamedSharding(job.mesh, PartitionSpec())
-        state = descriptions(self._built(), sharding=whole)
+        state = descriptions(self.require_state(), sharding=whole)
         return programs.staged("lower", _described_on(steps, job.mesh, group), state)
 
     def _started(
@@ -384,7 +386,11 @@ class Trainer:
         if fewer_rows is None or kind in self._ran:
             return start()
         # A program may fail after it has taken the state.
-        held = jax.device_get(self._built()) if takes_state and jax.process_count() == 1 else None
+        held = (
+            jax.device_get(self.require_state())
+            if takes_state and jax.process_count() == 1
+            else None
+        )
         done = first_run(
             start,
             devices=self.runtime.mesh.local_devices,
@@ -398,12 +404,12 @@ class Trainer:
     def settle(self) -> None:
         """Raises the error of a step that was not finite, if one runs or has run, before a save."""
         if self._compiled is not None and self._compiled.watch is not None:
-            self._compiled.watch.settle_before_saving(self._built())
+            self._compiled.watch.settle_before_saving(self.require_state())
 
     def end_epoch(self) -> None:
         """Raises if `on_nan="rollback"` has made no progress."""
         if (watch := self.programs.watch) is not None:
-            watch.end_epoch(self._built())
+            watch.end_epoch(self.require_state())
 
     def _with_real_rows(self, group: DeviceBatches) -> DeviceBatches:
         """Returns batches with the real rows of the ranks that make a step together."""
@@ -424,7 +430,7 @@ class Trainer:
 
     def alike_state(self) -> TrainState:
         """Returns the parts of the state that all ranks have alike; the others are None."""
-        return self._built()
+        return self.require_state()
 
     def whole_sums(self, sums: Any) -> Any:
         """Returns the sums of an epoch over the rows of all groups."""
@@ -452,7 +458,7 @@ class Trainer:
 
     def evaluate(self, batches: Iterable[DeviceBatches], hooks: Hooks) -> Any:
         """Evaluates batches on the devices; returns their sums, or None if there was no batch."""
-        compiled, state = self.programs, self._built()
+        compiled, state = self.programs, self.require_state()
         running = InFlight(is_alone=self._is_alone, most=self.most_in_flight)
         sums, index = None, 0
         for group in map(self._taken, batches):
@@ -473,7 +479,7 @@ class Trainer:
 
     def predict(self, batches: Iterable[DeviceBatches], hooks: Hooks) -> Any:
         """Returns outputs of all real rows in order, host arrays `[examples, ...]`, everywhere."""
-        state, rows, index, first_row = self._built(), execution.RowsInOrder(), 0, 0
+        state, rows, index, first_row = self.require_state(), execution.RowsInOrder(), 0, 0
         for group in map(self._taken, batches):
             hooks.on_batch_begin(index)
             outputs = self._started(
@@ -566,10 +572,6 @@ class Trainer:
     def _taken(self, group: DeviceBatches) -> DeviceBatches:
         take = self.steps.without_padding
         return group if take is None else take(group)
-
-    def _built(self) -> TrainState:
-        assert self.state is not None, "build() comes first."
-        return self.state
 
     def _fetch(self, x: jax.Array) -> np.ndarray:
         """Returns a whole array that is sharded by row, on every process."""

@@ -105,7 +105,7 @@ class LocalTrainer(Trainer):
     def alike_state(self) -> TrainState:
         """Returns the state without what each group has for itself."""
         # Groups may leave different steps that are not finite.
-        return replace(self._built(), opt_state=None, step=None)
+        return replace(self.require_state(), opt_state=None, step=None)
 
     @property
     def loses_whole_groups(self) -> bool:
@@ -340,7 +340,7 @@ class GroupTrainer(Trainer):
         `newest` is its host state, with the outer weights, which the group takes if it `is_new` and
         has none of its own.
         """
-        outer, state = self._begun(), self._built()
+        outer, state = self._begun(), self.require_state()
         kept = jax.device_get(outer.shared_arrays()), np.asarray(outer.updates)
         shared, updates = collectives.broadcast(kept, root=source)
         if is_new or int(shared["num_steps"]) != outer.num_steps:
@@ -362,14 +362,14 @@ class GroupTrainer(Trainer):
 
     def _own_arrays(self) -> dict[str, Any]:
         """Returns what the group has for itself, by path."""
-        outer, state = self._begun(), replace(self._built(), first_row=None)
+        outer, state = self._begun(), replace(self.require_state(), first_row=None)
         return state_arrays({"state": state}) | {
             f"outer/{path}": x for path, x in outer.own_arrays().items()
         }
 
     def _take_back(self, own: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
         """Goes on from host arrays like those of `_own_arrays`, and the shared ones."""
-        outer, like = self._begun(), replace(self._built(), first_row=None)
+        outer, like = self._begun(), replace(self.require_state(), first_row=None)
         found = [own[f"state/{path}"] for path in state_arrays(like)]
         found = _jax.replicate(found, self.runtime.mesh)
         self.state = jax.tree.structure(like).unflatten(found)
@@ -382,7 +382,7 @@ class GroupTrainer(Trainer):
         return self._outer
 
     def _begin(self) -> None:
-        state = self._whole._built()
+        state = self._whole.require_state()
         own = _jax.replicate(state, self.runtime.mesh)
         weights, num_steps = self._weights(own), int(np.asarray(state.step))
         self._outer = OuterUpdates(self.group, self._whole.sync, *weights, num_steps=num_steps)
@@ -398,7 +398,7 @@ class GroupTrainer(Trainer):
             sums = super()._run(group, sums)
             if CHECKED in sums:
                 num_rows = _rows_taken(num_rows, sums[CHECKED])
-            state = self._built()
+            state = self.require_state()
             if outer.has_turn(num_rows):
                 params, averages = outer.exchange(*self._weights(state))
                 self.state = self._with_weights(state, params | averages)
@@ -410,7 +410,7 @@ class GroupTrainer(Trainer):
         if link() is None:  # In a job that is not elastic, steps take the memory of that state.
             yield
             return
-        state = self._built()
+        state = self.require_state()
         try:
             with outer.undone_by_errors():
                 yield
@@ -439,7 +439,7 @@ class GroupTrainer(Trainer):
 
     def _number_rows(self, first_row: int) -> None:
         """Sets the number of the group's first row in the global batch, for random numbers."""
-        state = self._built()
+        state = self.require_state()
         if state.first_row is None or first_row != self._first_row:
             number = _jax.replicate(np.uint32(first_row), self.runtime.mesh)
             self.state, self._first_row = replace(state, first_row=number), first_row
