@@ -89,12 +89,12 @@ def step_jax(args: argparse.Namespace, process: int, exchange: str) -> Callable[
     from jax.sharding import PartitionSpec as P
 
     from tnt_jax import _jax
-    from tnt_jax.distributed.sums.gradients import trace_grads
     from tnt_jax.distributed.sums.reduction import (
         Reduction,
         default_reduction,
         sum_compressed,
         sum_over_ranks,
+        trace_grads,
     )
 
     num_ranks = len(jax.devices())

@@ -185,7 +185,7 @@ def network_of_xla(batch):
     import optax
     from scaling_models import load
 
-    from tnt_jax.distributed.sums.gradients import trace_grads
+    from tnt_jax.distributed.sums.reduction import trace_grads
     from tnt_jax.models.resnet import resnet20
     from tnt_jax.train.steps.step import keep_inputs
 

@@ -25,7 +25,7 @@ Y = X.sum(1, keepdims=True)
 OF_THE_PROCESS = {
     "job._job",
     "job._lock",
-    "adapters.loops._lock",
+    "adapters.forward_passes._lock",
     "cluster.clusters._agreed",
     "data.indexed.fetch._recipe_of_worker",
     "data.feed._running",

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from tnt_jax import _jax
-from tnt_jax.adapters.loops import replaced, with_varying_loops
+from tnt_jax.adapters.forward_passes import replaced, with_varying_loops
 
 
 def cumulated(x):

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tnt_jax.distributed.sums.gradients import prepend_to_order, trace_grads
+from tnt_jax.distributed.sums.reduction import prepend_to_order, trace_grads
 
 
 def finished(objective, params):

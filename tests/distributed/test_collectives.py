@@ -10,8 +10,7 @@ from jax.sharding import PartitionSpec as P
 import tnt_jax as tnt
 from tnt_jax import _jax
 from tnt_jax.distributed.host import collectives
-from tnt_jax.distributed.sums.fused_psum import psum
-from tnt_jax.distributed.sums.gradients import StateAverage
+from tnt_jax.distributed.sums.reduction import StateAverage, psum
 
 
 def run_average(state, share):

@@ -5,8 +5,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tnt_jax import _jax
-from tnt_jax.distributed.sums.fused_psum import psum
-from tnt_jax.distributed.sums.reduction import Reduction, sum_over_ranks
+from tnt_jax.distributed.sums.reduction import Reduction, psum, sum_over_ranks
 
 NUM_RANKS = 4
 # Of 1 MiB, and thus not small.
@@ -84,7 +83,7 @@ def test_small_arrays_of_a_dtype_travel_as_one():
 
 @pytest.mark.parametrize(("threshold", "num_sums"), [(2**30, 3), (0, 6), ("xla", 6)])
 def test_buckets_say_what_is_joined_between_processes(monkeypatch, threshold, num_sums):
-    monkeypatch.setattr("tnt_jax.distributed.sums.fused_psum._has_slow_starts", lambda: True)
+    monkeypatch.setattr("tnt_jax.distributed.sums.reduction._has_slow_starts", lambda: True)
     mapped = on_ranks(lambda tree: sum_over_ranks(tree, Reduction(threshold)))
     assert count_sums(mapped, make_tree()) == num_sums
 

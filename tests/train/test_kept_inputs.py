@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 import tnt_jax as tnt
 from tnt_jax import _jax
 from tnt_jax.adapters.base import Applied
-from tnt_jax.distributed.sums.gradients import trace_grads
+from tnt_jax.distributed.sums.reduction import trace_grads
 from tnt_jax.train.contracts import Batch, LossTerm, StepParts
 from tnt_jax.train.state import create_state
 from tnt_jax.train.steps import step

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
+from tnt_jax.adapters.forward_passes import replaced
 from tnt_jax.adapters.linen import by_moving_statistics, statistics_without_padding
-from tnt_jax.adapters.loops import replaced
 from tnt_jax.adapters.nnx import batch_norm_of
 
 

@@ -11,11 +11,17 @@ import keras
 import numpy as np
 
 from tnt_jax.adapters.base import Adapter, Applied, VariablePath, Variables, check_trains_the_same
+from tnt_jax.adapters.forward_passes import (
+    Kind,
+    kinds_of_losses,
+    penalty_of,
+    warn_of_repeated_rows,
+    with_draws_by_row,
+    with_varying_loops,
+)
 from tnt_jax.adapters.keras_layers import layers_of_a_rank, paths_of, require_trainable
-from tnt_jax.adapters.loops import with_draws_by_row, with_varying_loops
-from tnt_jax.adapters.penalties import Kind, kinds_of_losses, penalty_of, warn_of_repeated_rows
-from tnt_jax.distributed.sums.fused_psum import psum
 from tnt_jax.distributed.sums.random_rows import Draws
+from tnt_jax.distributed.sums.reduction import psum
 
 # Name of the variable of a seed generator.
 _SEED = "seed_generator_state"

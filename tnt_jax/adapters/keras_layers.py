@@ -20,7 +20,7 @@ import keras
 from tnt_jax import _jax
 from tnt_jax.adapters.base import VariablePath
 from tnt_jax.adapters.batch_statistics import real_row_moments
-from tnt_jax.adapters.loops import replaced
+from tnt_jax.adapters.forward_passes import replaced
 
 
 def require_trainable(model: keras.Model) -> None:

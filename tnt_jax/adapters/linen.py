@@ -15,8 +15,12 @@ from flax.core import Scope
 from tnt_jax.adapters.base import LOSSES, Adapter, Applied, CallStyle, FreshVariables, Variables
 from tnt_jax.adapters.batch_statistics import normalize, real_row_moments
 from tnt_jax.adapters.call_errors import explained
-from tnt_jax.adapters.loops import replaced, with_draws_by_row, with_varying_loops
-from tnt_jax.adapters.penalties import with_penalty_of_real_rows
+from tnt_jax.adapters.forward_passes import (
+    replaced,
+    with_draws_by_row,
+    with_penalty_of_real_rows,
+    with_varying_loops,
+)
 from tnt_jax.distributed.sums.random_rows import Draws
 
 _eval_shape = jax.eval_shape

@@ -12,8 +12,11 @@ from tnt_jax import _jax
 from tnt_jax.adapters.base import LOSSES, Adapter, Applied, CallStyle, Variables
 from tnt_jax.adapters.batch_statistics import normalize, real_row_moments
 from tnt_jax.adapters.call_errors import explained
-from tnt_jax.adapters.loops import with_draws_by_row, with_varying_loops
-from tnt_jax.adapters.penalties import with_penalty_of_real_rows
+from tnt_jax.adapters.forward_passes import (
+    with_draws_by_row,
+    with_penalty_of_real_rows,
+    with_varying_loops,
+)
 from tnt_jax.distributed.sums.random_rows import Draws
 
 _RNGS_OF_CALL = 2**31  # Distinct from the numbers of the module's own streams.

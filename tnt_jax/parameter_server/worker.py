@@ -17,9 +17,13 @@ from jax.sharding import Mesh
 
 from tnt_jax import _jax
 from tnt_jax.adapters import wrap
-from tnt_jax.distributed.sums.gradients import StateAverage, sum_gradients
 from tnt_jax.distributed.sums.random_rows import batch_key
-from tnt_jax.distributed.sums.reduction import Reduction, choose_reduction
+from tnt_jax.distributed.sums.reduction import (
+    Reduction,
+    StateAverage,
+    choose_reduction,
+    sum_gradients,
+)
 from tnt_jax.parameter_server.server import Arrays, Layout, Push, to_wire
 from tnt_jax.settings import read_settings
 from tnt_jax.train.contracts import Apply, Batch, LossTerm, Measured, Parts

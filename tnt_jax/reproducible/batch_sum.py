@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from tnt_jax import _jax
-from tnt_jax.distributed.sums.fused_psum import flatten, groups_of_small, split_like
 from tnt_jax.distributed.sums.random_rows import data_key, row_key, step_key
+from tnt_jax.distributed.sums.reduction import flatten, groups_of_small, split_like
 from tnt_jax.reproducible.virtual_ranks import BY_RANK, REPLICATED, VirtualRanks, device_program
 from tnt_jax.train.contracts import Batch, Measured, Parts
 from tnt_jax.train.steps.epoch_sums import num_local_rows, quotient, weighted_sum

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 
 from tnt_jax import _jax
 from tnt_jax.adapters.base import Variables
-from tnt_jax.distributed.sums.gradients import check_can_be_averaged
 from tnt_jax.distributed.sums.random_rows import data_key
+from tnt_jax.distributed.sums.reduction import check_can_be_averaged
 from tnt_jax.reproducible.batch_sum import (
     BatchSum,
     Counts,

@@ -14,8 +14,7 @@ from tnt_jax import _jax
 from tnt_jax.adapters.base import Applied, Variables
 from tnt_jax.data.feed import rank_slice_of
 from tnt_jax.distributed.joining.runtime import Runtime
-from tnt_jax.distributed.sums.fused_psum import psum
-from tnt_jax.distributed.sums.reduction import Reduction, in_buckets
+from tnt_jax.distributed.sums.reduction import Reduction, in_buckets, psum
 from tnt_jax.sharded.gathering import gather_where_used
 from tnt_jax.sharded.layout import Layout, at_stages
 from tnt_jax.sharded.options import Dims, Rule

@@ -18,9 +18,15 @@ from jax.sharding import PartitionSpec
 
 from tnt_jax import _jax
 from tnt_jax.distributed.joining.process_sets import ProcessSet
-from tnt_jax.distributed.sums.fused_psum import flatten, psum, split_like
-from tnt_jax.distributed.sums.gradients import adasum
-from tnt_jax.distributed.sums.reduction import default_reduction, in_buckets, sum_in_bfloat16
+from tnt_jax.distributed.sums.reduction import (
+    adasum,
+    default_reduction,
+    flatten,
+    in_buckets,
+    psum,
+    split_like,
+    sum_in_bfloat16,
+)
 
 _OPS = ("average", "sum", "adasum")
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from tnt_jax import _jax
 from tnt_jax.distributed.elastic import link
 from tnt_jax.distributed.liveness import phases
-from tnt_jax.distributed.sums.fused_psum import psum
+from tnt_jax.distributed.sums.reduction import psum
 from tnt_jax.log import logger
 from tnt_jax.train.contracts import Batch, Parts
 from tnt_jax.train.execution import IN_FLIGHT, DeviceBatches

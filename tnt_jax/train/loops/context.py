@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from tnt_jax import _jax
-from tnt_jax.distributed.sums.fused_psum import psum
-from tnt_jax.distributed.sums.reduction import Reduction
+from tnt_jax.distributed.sums.reduction import Reduction, psum
 from tnt_jax.job import Slot
 from tnt_jax.train.contracts import Batch
 from tnt_jax.train.steps.epoch_sums import where_rows

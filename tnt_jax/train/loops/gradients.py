@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from tnt_jax import _jax
 from tnt_jax.adapters.any_flax import padding_left_out
-from tnt_jax.adapters.loops import with_varying_loops
+from tnt_jax.adapters.forward_passes import with_varying_loops
 from tnt_jax.adapters.nnx import OpenModule, is_nnx_module
-from tnt_jax.distributed.sums.gradients import sum_gradients, trace_grads
 from tnt_jax.distributed.sums.random_rows import draws_by_row, key_of_fewer_rows
+from tnt_jax.distributed.sums.reduction import sum_gradients, trace_grads
 from tnt_jax.train.loops.context import (
     LossOfPass,
     Passes,

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from tnt_jax import _jax
 from tnt_jax.adapters.any_flax import flax_batch_norm_off, padding_left_out
-from tnt_jax.adapters.loops import with_varying_loops
+from tnt_jax.adapters.forward_passes import with_varying_loops
 from tnt_jax.distributed.sums.random_rows import Draws, batch_key, key_for
 from tnt_jax.distributed.sums.reduction import Reduction
 from tnt_jax.train.contracts import Batch

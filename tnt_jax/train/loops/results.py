@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from tnt_jax import _jax
-from tnt_jax.distributed.sums.fused_psum import psum
+from tnt_jax.distributed.sums.reduction import psum
 from tnt_jax.train.contracts import LossTerm
 from tnt_jax.train.loops.context import LossOfPass, StepContext, needs_arguments, require_step
 from tnt_jax.train.steps.epoch_sums import divide, quotient, weighted, where_rows

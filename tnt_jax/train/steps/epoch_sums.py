@@ -9,7 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
 from tnt_jax import _jax
-from tnt_jax.distributed.sums.fused_psum import psum
+from tnt_jax.distributed.sums.reduction import psum
 from tnt_jax.train.contracts import Batch, LossTerm, Measured, Parts
 from tnt_jax.train.state import TrainState
 

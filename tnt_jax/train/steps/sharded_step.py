@@ -20,9 +20,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tnt_jax import _jax
-from tnt_jax.distributed.sums.fused_psum import psum, split_like
-from tnt_jax.distributed.sums.gradients import StateAverage
-from tnt_jax.distributed.sums.reduction import Reduction, in_buckets
+from tnt_jax.distributed.sums.reduction import Reduction, StateAverage, in_buckets, psum, split_like
 from tnt_jax.train.contracts import Batch, Parts, TrainingStep
 from tnt_jax.train.finite import is_finite_step, scale_alone, take_or_leave
 from tnt_jax.train.state import TrainState

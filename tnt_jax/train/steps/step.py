@@ -16,10 +16,14 @@ from jax.sharding import Mesh, PartitionSpec
 
 from tnt_jax import _jax
 from tnt_jax.distributed.elastic import link
-from tnt_jax.distributed.sums.fused_psum import psum
-from tnt_jax.distributed.sums.gradients import StateAverage, sum_gradients, trace_grads
 from tnt_jax.distributed.sums.random_rows import batch_key, evaluation_key
-from tnt_jax.distributed.sums.reduction import Reduction
+from tnt_jax.distributed.sums.reduction import (
+    Reduction,
+    StateAverage,
+    psum,
+    sum_gradients,
+    trace_grads,
+)
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
 from tnt_jax.train.contracts import Apply, Batch, Parts, TrainingStep
