@@ -54,16 +54,21 @@ def choose_optimizer(identifier: Any, module: Any, *, auto_scale_loss: bool) -> 
 
 
 def transformation_of(
-    optimizer: Optimizer, variables: Callable[[], Mapping[str, Any]]
+    optimizer: Optimizer, variables: Callable[[], Mapping[str, Any]] | None
 ) -> optax.GradientTransformation:
-    """Returns the transformation of an optimizer that also applies the variables' constraints."""
+    """Returns the transformation of an optimizer that also applies the variables' constraints.
+
+    The variables are those of a Keras model; None for other models, which have no constraints.
+    """
     if isinstance(optimizer, LossScaleOptimizer):
         # Inside the scaling: a skipped step applies no constraint.
         return optimizer.scaled(transformation_of(optimizer.inner_optimizer, variables))
     if isinstance(optimizer, KerasOptimizer):
-        transformation = optimizer.transformation_for(variables)
+        transformation = optimizer.transformation_for(variables or dict)
     else:
         transformation = optimizer.transformation()
+    if variables is None:
+        return transformation
     return _constrained(
         transformation, variables, accumulates=optimizer.gradient_accumulation_steps is not None
     )

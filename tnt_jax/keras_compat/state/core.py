@@ -24,6 +24,7 @@ from tnt_jax.keras_compat.callbacks.base import check_can_read, check_changes_mo
 from tnt_jax.keras_compat.compiling.compiled import Compilation, Compiled
 from tnt_jax.keras_compat.compiling.keras_training import transformation_of
 from tnt_jax.keras_compat.compiling.objective import CompiledObjective
+from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.keras_compat.state.options import ModelOptions, refuse_with_local_steps
 from tnt_jax.log import logger
 from tnt_jax.sharded import ShardingOptions, planning
@@ -624,9 +625,8 @@ class Core:
         if (compilation := self.compilation) is None:
             return
         if compilation.transformation is None:
-            compilation.transformation = transformation_of(
-                compilation.optimizer, self.adapter.held_variables
-            )
+            held = self.adapter.held_variables if is_keras(self.module) else None
+            compilation.transformation = transformation_of(compilation.optimizer, held)
         self.trainer.use_optimizer(
             compilation.transformation, accumulation_steps=compilation.accumulation_steps
         )
