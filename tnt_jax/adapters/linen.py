@@ -1,6 +1,7 @@
 """Flax Linen modules as pure functions, with all collections and random streams."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -106,7 +107,9 @@ class LinenAdapter(Adapter):
                 outputs = self.module.apply(variables, *args, rngs=rngs, **kwargs)
                 return Applied(outputs, model_state, 0.0)
         rngs["dropout"] = jax.random.fold_in(key, 1)
-        real_rows = nn.intercept_methods(statistics_without_padding(mask))
+        real_rows = nullcontext()
+        if mask is not None:
+            real_rows = nn.intercept_methods(statistics_without_padding(mask))
         with explained(self.name, inputs, train=True), real_rows, known_shapes:
             outputs, changed = self.module.apply(
                 variables, *args, rngs=rngs, mutable=[*model_state, *LOSSES], **kwargs
@@ -156,7 +159,7 @@ def _make_rng_in_evaluation(module: nn.Module, name: str = "params") -> jax.Arra
     return _make_rng(module, name)
 
 
-def statistics_without_padding(mask: jax.Array | None) -> Callable:
+def statistics_without_padding(mask: jax.Array) -> Callable:
     """Returns an interceptor that keeps masked rows out of the statistics of `nn.BatchNorm`."""
 
     # Linen's own `mask` averages the means of ranks without weighting them by their rows.
@@ -164,7 +167,7 @@ def statistics_without_padding(mask: jax.Array | None) -> Callable:
         call: Callable, args: tuple, kwargs: dict[str, Any], context: nn.module.InterceptorContext
     ) -> Any:
         layer = context.module
-        if mask is None or not isinstance(layer, nn.BatchNorm) or context.method_name != "__call__":
+        if not isinstance(layer, nn.BatchNorm) or context.method_name != "__call__":
             return call(*args, **kwargs)
         x, inference = _batch_norm_arguments(layer, *args, **kwargs)
         row_is_elsewhere = x.shape[0] != mask.shape[0] or layer.axis % x.ndim == 0

@@ -189,9 +189,7 @@ def described(group: DeviceBatches) -> DeviceBatches:
 
 def described_batch(group: DeviceBatches) -> Any:
     """Returns shapes and dtypes of one of the batches of a group."""
-
-    def described(x: Any) -> jax.ShapeDtypeStruct:
-        shape = x.shape if group.num_steps == 1 else x.shape[1:]
-        return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(x.dtype))
-
-    return jax.tree.map(described, group.batch)
+    first_dim, dtype_of = int(group.num_steps > 1), jax.dtypes.canonicalize_dtype
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[first_dim:], dtype_of(x.dtype)), group.batch
+    )
