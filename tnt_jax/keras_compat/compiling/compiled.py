@@ -309,6 +309,7 @@ class Compiled:
             for index, part in enumerate(parts)
             for spec in make_output_specs(layout, index, part, true[index], pred[index])
         )
+        self._trained = [spec for spec in self.specs if spec.loss is not None]
         self._metrics = by_log_name(self.specs)  # In the order of their sums.
 
     def check_traced(self, outputs: Any, activations: Any, targets: Any) -> None:
@@ -375,11 +376,10 @@ class Compiled:
         """Returns the logs of an epoch's sums: loss, those of several outputs, and metrics."""
         sums = jax.tree.map(np.asarray, sums)
         logs: dict[str, Any] = {"loss": _ratio(sums["loss"])}
-        trained = self._trained()
-        if len(trained) > 1:
+        if len(self._trained) > 1:
             logs |= {
                 f"{spec.prefix}loss": _ratio(pair)
-                for spec, pair in zip(trained, sums["losses"], strict=True)
+                for spec, pair in zip(self._trained, sums["losses"], strict=True)
                 if spec.prefix
             }
         for (name, metric), own in self._with_sums(sums):
@@ -398,8 +398,8 @@ class Compiled:
     def metrics_names(self) -> list[str]:
         """Returns the names of the logs, in the order in which `evaluate` lists them."""
         names = ["loss"]
-        if len(trained := self._trained()) > 1:
-            names += dict.fromkeys(f"{spec.prefix}loss" for spec in trained if spec.prefix)
+        if len(self._trained) > 1:
+            names += dict.fromkeys(f"{spec.prefix}loss" for spec in self._trained if spec.prefix)
         return names + list(self._metrics)
 
     def check_first_batch(self, targets: Any, outputs: Any = None, *, rows: int) -> None:
@@ -481,9 +481,6 @@ class Compiled:
     def _with_sums(self, sums: Any) -> Iterator[tuple[tuple[str, Metric], Any]]:
         own = chain.from_iterable(sums["metrics"]["outputs"])
         return zip(self._metrics.items(), own, strict=True)
-
-    def _trained(self) -> list[OutputSpec]:
-        return [spec for spec in self.specs if spec.loss is not None]
 
 
 def _ratio(pair: tuple[np.ndarray, np.ndarray]) -> float:
