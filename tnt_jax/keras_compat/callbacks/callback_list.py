@@ -203,7 +203,7 @@ class CallbackList:
         callbacks: Callbacks to call, including Keras's own and those in `OnMaster` or `OnAllRanks`.
         add_history: Whether to append a `History`, unless there is one.
         add_progbar: Whether to append a `ProgbarLogger` on processes that print, unless there is
-            one.
+            one; with `verbose=2` it prints a line per epoch.
         model: The model that they see.
         **params: Parameters that they see: `epochs`, `steps`, `verbose`.
 
@@ -226,11 +226,13 @@ class CallbackList:
         self._here = phases.here()
         given = [*(callbacks or ())]
         plain = unwrapped(given)
+        # History comes last, as in Keras 3: other callbacks may add to the logs that it records.
         if add_history and not any(isinstance(callback, History) for callback in plain):
             given.append(History())
         has_bar = any(type(callback).__name__ == "ProgbarLogger" for callback in plain)
-        if add_progbar and not has_bar and _prints():
-            given.append(ProgbarLogger())
+        # In an elastic job another process may become the one that prints.
+        if add_progbar and not has_bar and (_prints() or link() is not None):
+            given.append(ProgbarLogger(2 if params.get("verbose") == 2 else 1))
         self._given, self._params = given, params
         self._scoped = self._scopes()
         self.callbacks = [scoped.callback for scoped in self._scoped]

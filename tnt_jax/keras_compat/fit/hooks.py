@@ -10,12 +10,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from tnt_jax.distributed import goodput, timeline
-from tnt_jax.distributed.elastic import link
-from tnt_jax.distributed.joining.runtime import init, is_master_rank
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.stopping import SharedStop
-from tnt_jax.keras_compat.callbacks import CallbackList, History, LazyLogs, ProgbarLogger
-from tnt_jax.keras_compat.callbacks.base import flat, unwrapped
+from tnt_jax.keras_compat.callbacks import CallbackList, History, LazyLogs
+from tnt_jax.keras_compat.callbacks.base import flat
 from tnt_jax.keras_compat.callbacks.callback_list import agree_on_callbacks
 from tnt_jax.train.execution import DeviceBatches
 
@@ -65,17 +63,14 @@ class CallbackArguments:
                 "verbose must be 0 (silent), 1 (bar), 2 (one line per epoch) or 'auto', but is "
                 f"{self.verbose!r}."
             )
-        callbacks = agree_on_callbacks(flat(self.callbacks), call)
-        plain = unwrapped(callbacks)
-        # History comes last, as in Keras 3: other callbacks may add to the logs that it records.
-        if call == "Model.fit" and not any(isinstance(c, History) for c in plain):
-            callbacks.append(History())
-        prints = is_master_rank() or init().settings.output_on_all_devices
-        has_bar = any(type(c).__name__ == "ProgbarLogger" for c in plain)
-        # In an elastic job another process may become the one that prints.
-        if self.verbose and (prints or link() is not None) and not has_bar:
-            callbacks.append(ProgbarLogger(1 if self.verbose == "auto" else int(self.verbose)))
-        opened = CallbackList(callbacks, model=self.model, verbose=self.verbose, **params)
+        opened = CallbackList(
+            agree_on_callbacks(flat(self.callbacks), call),
+            add_history=call == "Model.fit",
+            add_progbar=bool(self.verbose),
+            model=self.model,
+            verbose=self.verbose,
+            **params,
+        )
         try:
             yield opened
         finally:
