@@ -497,6 +497,7 @@ class Compilation:
     optimizer: Optimizer
     steps_per_execution: int | None  # None until "auto" has timed them.
     on_nan: OnNaN | None  # Reaction to a step that is not finite; None to take it.
+    accumulation_steps: int  # Steps whose mean gradient makes one update.
     transformation: optax.GradientTransformation | None = None
     functions: Compiled | CompiledObjective | None = None  # None before the first batch.
     # The kind of data that `functions` were made for, until data of that kind was checked.
@@ -515,11 +516,6 @@ class Compilation:
         self.functions = self.announced_kind = self.dependence = None
         self.traced_rows, self.checked_rows = set(), set()
         self.known_kinds, self.compiled_kinds = set(), set()
-
-    @property
-    def accumulation_steps(self) -> int:
-        """Steps whose mean gradient makes one update."""
-        return self.optimizer.gradient_accumulation_steps or 1
 
 
 def new_compilation(
@@ -542,7 +538,14 @@ def new_compilation(
         given["optimizer"], module, auto_scale_loss=given["auto_scale_loss"]
     )
     arguments.check_names()
-    return Compilation(given, arguments, optimizer, None if steps == "auto" else steps, on_nan)
+    return Compilation(
+        given,
+        arguments,
+        optimizer,
+        None if steps == "auto" else steps,
+        on_nan,
+        optimizer.gradient_accumulation_steps or 1,
+    )
 
 
 def _check_options(
