@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import tnt_jax as tnt
-from tnt_jax.train import ahead
+from tnt_jax.train import coming
 
 X = np.random.default_rng(0).normal(size=(12, 5)).astype(np.float32)
 Y = X.sum(1).reshape(-1, 1)
@@ -45,19 +45,19 @@ def fail(*arguments):
 
 def main():
     tnt.init()
-    process, found, run = tnt.get_process_index(), {}, ahead._run
+    process, found, run = tnt.get_process_index(), {}, coming._run
     made = []
-    ahead._run = lambda *arguments: made.append(process) or run(*arguments)
+    coming._run = lambda *arguments: made.append(process) or run(*arguments)
     built = make_model()
     built.build((None, 5))
     found["built"], found["of build"] = digest(built), len(made)
     found["trained"], found["of fit"] = digest(fit(make_model())), len(made)
 
-    ahead._run = fail
+    coming._run = fail
     broken = make_model()
     found["error"] = error_of(lambda: fit(broken))
     found["error of build"] = error_of(lambda: broken.build((None, 5)))
-    ahead._run = run
+    coming._run = run
 
     # An error between `build` and the first use of the variables; then one process alone asks.
     found["refused"] = error_of(lambda: broken.fit(X, Y[:, [0, 0, 0]], batch_size=6, verbose=0))

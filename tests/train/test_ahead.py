@@ -15,7 +15,7 @@ from tnt_jax.data.layout import RankSlice
 from tnt_jax.data.sources import ArraySource, announced_batch
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.keras_compat.fit.fit_loop import FitLoop
-from tnt_jax.train import ahead
+from tnt_jax.train import compiled_steps
 
 X = np.random.default_rng(0).normal(size=(44, 4)).astype(np.float32)
 Y = X.sum(1, keepdims=True)
@@ -143,7 +143,7 @@ def test_evaluation_is_compiled_beside_training_and_validation_waits_for_it(
     use_ranks, compiled, monkeypatch
 ):
     use_ranks(1)
-    compile_it, here = ahead._compile, phases.here()
+    compile_it, here = compiled_steps._compile, phases.here()
     seen, is_trained = [], threading.Event()
 
     def wait_and_compile(lowered):
@@ -160,7 +160,7 @@ def test_evaluation_is_compiled_beside_training_and_validation_waits_for_it(
         def on_test_begin(self, logs=None):
             is_trained.set()
 
-    monkeypatch.setattr(ahead, "_compile", wait_and_compile)
+    monkeypatch.setattr(compiled_steps, "_compile", wait_and_compile)
     model = make_model()
     fit(model, validation_data=(X[:40], Y[:40]), callbacks=[Told()])
     assert compiled == {"tnt_jax-compile": 2}
@@ -224,7 +224,7 @@ def test_what_the_compiler_raises_in_the_thread_the_step_finds_itself(
     def fail(lowered):
         raise MemoryError("no memory to compile")
 
-    monkeypatch.setattr(ahead, "_compile", fail)
+    monkeypatch.setattr(compiled_steps, "_compile", fail)
     with caplog.at_level("DEBUG", logger="tnt_jax"):
         fit(make_model())
     assert "not compiled ahead: no memory to compile" in capsys.readouterr().err
@@ -236,7 +236,7 @@ class _Held:
 
     def __init__(self, monkeypatch):
         self.may_begin, self.phases = threading.Event(), []
-        compile_it, here = ahead._compile, phases.here()
+        compile_it, here = compiled_steps._compile, phases.here()
 
         def wait_and_compile(lowered):
             # The main thread has come to its step once it says that it compiles.
@@ -247,7 +247,7 @@ class _Held:
             compile_it(lowered)
 
         self.on_wait = self.may_begin.set
-        monkeypatch.setattr(ahead, "_compile", wait_and_compile)
+        monkeypatch.setattr(compiled_steps, "_compile", wait_and_compile)
 
 
 def test_a_process_that_waits_for_the_compiler_says_that_it_compiles(
@@ -327,13 +327,13 @@ def test_the_step_is_compiled_while_the_first_batch_is_read(
     use_ranks, compiled, monkeypatch, num_ranks
 ):
     use_ranks(num_ranks)
-    is_compiled, compile_it = threading.Event(), ahead._compile
+    is_compiled, compile_it = threading.Event(), compiled_steps._compile
 
     def compile_and_tell(lowered):
         compile_it(lowered)
         is_compiled.set()
 
-    monkeypatch.setattr(ahead, "_compile", compile_and_tell)
+    monkeypatch.setattr(compiled_steps, "_compile", compile_and_tell)
     reads = []
     # The first batch does not come before the step is compiled.
     source = Announced(on_read=lambda: reads.append(is_compiled.wait(60)))

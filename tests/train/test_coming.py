@@ -16,7 +16,7 @@ import pytest
 from processes import SCRIPTS, launch
 
 import tnt_jax as tnt
-from tnt_jax.train import ahead, trainer
+from tnt_jax.train import coming, compiled_steps, trainer
 
 X = np.random.default_rng(0).normal(size=(40, 5)).astype(np.float32)
 Y = X.sum(1).reshape(-1, 1)
@@ -62,13 +62,13 @@ def at_once(monkeypatch):
 @pytest.fixture
 def makers(monkeypatch):
     """The names of the threads in which variables were made."""
-    found, run = [], ahead._run
+    found, run = [], coming._run
 
     def noted(*arguments):
         found.append(threading.current_thread().name.rpartition("_")[0])
         return run(*arguments)
 
-    monkeypatch.setattr(ahead, "_run", noted)
+    monkeypatch.setattr(coming, "_run", noted)
     return found
 
 
@@ -111,7 +111,7 @@ def test_variables_of_the_thread_are_those_that_are_made_at_once(
 
 def test_the_step_is_compiled_before_the_variables_are_there(use_ranks, monkeypatch):
     use_ranks(2)
-    is_compiled, compile_it, run = threading.Event(), ahead._compile, ahead._run
+    is_compiled, compile_it, run = threading.Event(), compiled_steps._compile, coming._run
 
     def compile_and_tell(lowered):
         compile_it(lowered)
@@ -121,8 +121,8 @@ def test_the_step_is_compiled_before_the_variables_are_there(use_ranks, monkeypa
         assert is_compiled.wait(60)
         return run(*arguments)
 
-    monkeypatch.setattr(ahead, "_compile", compile_and_tell)
-    monkeypatch.setattr(ahead, "_run", run_late)
+    monkeypatch.setattr(compiled_steps, "_compile", compile_and_tell)
+    monkeypatch.setattr(coming, "_run", run_late)
     model = make_model()
     fit(model)
     assert model.built
@@ -130,13 +130,13 @@ def test_the_step_is_compiled_before_the_variables_are_there(use_ranks, monkeypa
 
 def test_variables_wait_for_nobody_who_only_asks_whether_there_are_any(use_ranks, monkeypatch):
     use_ranks(1)
-    may_run, run = threading.Event(), ahead._run
+    may_run, run = threading.Event(), coming._run
 
     def run_late(*arguments):
         assert may_run.wait(60)
         return run(*arguments)
 
-    monkeypatch.setattr(ahead, "_run", run_late)
+    monkeypatch.setattr(coming, "_run", run_late)
     its_trainer = make_model()._core.trainer
     assert not its_trainer.is_built
     its_trainer.build(X)
@@ -157,7 +157,7 @@ def test_an_error_of_the_thread_is_raised_once_and_the_model_can_be_built_again(
 
     model = make_model()
     with monkeypatch.context() as patch:
-        patch.setattr(ahead, "_run", fail)
+        patch.setattr(coming, "_run", fail)
         with pytest.raises(MemoryError, match="no memory for the variables"):
             fit(model)
         assert not model.built
@@ -172,7 +172,7 @@ def test_a_signal_ends_the_wait_and_another_fit_makes_the_same_variables(
 ):
     use_ranks(1)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    may_run, run, main = threading.Event(), ahead._run, threading.main_thread().ident
+    may_run, run, main = threading.Event(), coming._run, threading.main_thread().ident
 
     def run_late(*arguments):
         signal.pthread_kill(main, signal.SIGINT)
@@ -182,7 +182,7 @@ def test_a_signal_ends_the_wait_and_another_fit_makes_the_same_variables(
     model = make_model()
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(ahead, "_run", run_late)
+            patch.setattr(coming, "_run", run_late)
             with pytest.raises(KeyboardInterrupt):
                 fit(model)
             may_run.set()

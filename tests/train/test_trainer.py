@@ -14,8 +14,7 @@ from tnt_jax.adapters.base import Variables
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.distributed.sums.reduction import Reduction
 from tnt_jax.train import compiled_steps
-from tnt_jax.train.ahead import Ahead
-from tnt_jax.train.compiled_steps import Kept
+from tnt_jax.train.compiled_steps import Ahead, Kept
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
 from tnt_jax.train.steps.epoch_sums import zero_sums
 from tnt_jax.train.trainer import Trainer, device_feed

@@ -1,7 +1,20 @@
-"""The programs of a trainer: steps of training and evaluation, and what they add to."""
+"""The programs of a trainer: steps of training and evaluation, and what they add to.
+
+A thread can compile a program while the host does what else precedes its first call:
+
+    trainer.ahead.start(lambda: trainer.lower(group))
+    ...  # The rows are checked, validation data is opened, callbacks begin, a batch is read.
+    trainer.ahead.wait()
+
+They are the step of training and, beside the first steps, the evaluation of validation data. The
+compiler alone runs in the thread. JAX keeps what it compiled for a program that was lowered, so
+that the function of `jax.jit` finds it when it is called; what does not fit, such as a first batch
+of another shape, is compiled by the call itself.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -11,7 +24,10 @@ from jax import export
 from jax.sharding import Mesh
 
 from tnt_jax import _jax
+from tnt_jax.distributed import timeline
+from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.shared_sums.joining import TARGET
+from tnt_jax.job import Slot
 from tnt_jax.log import logger
 from tnt_jax.train.contracts import Steps, TrainingStep
 from tnt_jax.train.execution import DeviceBatches, described_batch
@@ -173,3 +189,49 @@ class CompiledSteps:
         sums = jax.tree.structure(sums).unflatten(leaves[first:])
         sums = _jax.replicate(sums, self._mesh)
         return self.watch.restored(sums, leaves[0]) if first and self.watch else sums
+
+
+# One thread: a program that is compiled again waits for the first time, and is then known. The
+# interpreter waits for it at its end, because the compiler cannot be interrupted.
+_thread = Slot(
+    lambda: ThreadPoolExecutor(1, thread_name_prefix="tnt_jax-compile"),
+    close=ThreadPoolExecutor.shutdown,
+)
+
+
+class Ahead:
+    """The program that is compiled ahead of the step that runs it."""
+
+    def __init__(self) -> None:
+        self._running: Future[Any] | None = None
+
+    def start(self, lower: Callable[[], Any]) -> None:
+        """Begins to compile what `lower` returns, if it is of one `jax.jit`; all must call it.
+
+        Errors are raised by the step, after the checks that may explain them.
+        """
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            return
+        try:
+            lowered = lower()
+        except Exception as error:
+            logger.debug("The step cannot be compiled ahead: %s", error)
+            return
+        if isinstance(lowered, jax.stages.Lowered):
+            self._running = _thread.get().submit(_compile, lowered)
+
+    def wait(self) -> None:
+        """Waits until the program is compiled, if one was started."""
+        if self._running is None:
+            return
+        with phases.in_phase("compile", spent="compiling"):
+            error = self._running.exception()
+        # After a signal has ended the wait, the step of another `fit` waits again.
+        self._running = None
+        if error is not None:
+            logger.debug("The step was not compiled ahead: %s", error)
+
+
+def _compile(lowered: jax.stages.Lowered) -> None:
+    with timeline.span("compile the step ahead", "compile"):
+        lowered.compile()

@@ -25,8 +25,8 @@ from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.joining.runtime import Runtime
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.train import execution
-from tnt_jax.train.ahead import Ahead, ComingState, coming_state
-from tnt_jax.train.compiled_steps import CompiledSteps, Kept
+from tnt_jax.train.coming import ComingState, coming_state
+from tnt_jax.train.compiled_steps import Ahead, CompiledSteps, Kept
 from tnt_jax.train.contracts import Batch, Hooks, Parts, Start, Steps, TrainingStep
 from tnt_jax.train.execution import DeviceBatches, InFlight, in_groups, stack
 from tnt_jax.train.finite import OnNaN

@@ -1,15 +1,4 @@
-"""Compiles programs in a thread, while the host does what else precedes their first call.
-
-    trainer.ahead.start(lambda: trainer.lower(group))
-    ...  # The rows are checked, validation data is opened, callbacks begin, a batch is read.
-    trainer.ahead.wait()
-
-They are the step of training and, beside the first steps, the evaluation of validation data. The
-compiler alone runs in the thread. JAX keeps what it compiled for a program that was lowered, so
-that the function of `jax.jit` finds it when it is called; what does not fit, such as a first batch
-of another shape, is compiled by the call itself.
-
-A thread of process 0 also computes fresh variables of a training state meanwhile:
+"""Makes fresh variables in a thread of process 0, while the host does what else a first step needs.
 
     coming = coming_state(adapter, inputs, seed=seed)
     ...  # The model is traced, and its step is lowered, with descriptions of the state.
@@ -20,7 +9,7 @@ the host takes to trace and lower its step.
 """
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -35,7 +24,7 @@ from tnt_jax.job import Slot
 from tnt_jax.log import logger
 from tnt_jax.train.state import TrainState
 
-# Not the thread of `ahead`: it may compile the step at the same time.
+# Not the thread of `compiled_steps`: it may compile the step at the same time.
 _first_reader = Slot(
     lambda: ThreadPoolExecutor(1, thread_name_prefix="tnt_jax-variables"),
     close=ThreadPoolExecutor.shutdown,
@@ -98,49 +87,3 @@ class ComingState:
 def _run(lowered: jax.stages.Lowered, arguments: Callable[[], tuple[Any, ...]]) -> Any:
     with timeline.span("make the variables", "compile"):
         return _jax.finished(lowered.compile()(*arguments()))
-
-
-# One thread: a program that is compiled again waits for the first time, and is then known. The
-# interpreter waits for it at its end, because the compiler cannot be interrupted.
-_thread = Slot(
-    lambda: ThreadPoolExecutor(1, thread_name_prefix="tnt_jax-compile"),
-    close=ThreadPoolExecutor.shutdown,
-)
-
-
-class Ahead:
-    """The program that is compiled ahead of the step that runs it."""
-
-    def __init__(self) -> None:
-        self._running: Future[Any] | None = None
-
-    def start(self, lower: Callable[[], Any]) -> None:
-        """Begins to compile what `lower` returns, if it is of one `jax.jit`; all must call it.
-
-        Errors are raised by the step, after the checks that may explain them.
-        """
-        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-            return
-        try:
-            lowered = lower()
-        except Exception as error:
-            logger.debug("The step cannot be compiled ahead: %s", error)
-            return
-        if isinstance(lowered, jax.stages.Lowered):
-            self._running = _thread.get().submit(_compile, lowered)
-
-    def wait(self) -> None:
-        """Waits until the program is compiled, if one was started."""
-        if self._running is None:
-            return
-        with phases.in_phase("compile", spent="compiling"):
-            error = self._running.exception()
-        # After a signal has ended the wait, the step of another `fit` waits again.
-        self._running = None
-        if error is not None:
-            logger.debug("The step was not compiled ahead: %s", error)
-
-
-def _compile(lowered: jax.stages.Lowered) -> None:
-    with timeline.span("compile the step ahead", "compile"):
-        lowered.compile()
