@@ -50,12 +50,22 @@ def step_us(step_s: float, here: phases.Here | None, index: int) -> float:
     return (time.perf_counter_ns() - start_ns) / 1000
 
 
+def start_samples(here: phases.Here) -> tuple[threading.Thread, threading.Event]:
+    """Returns a thread that samples, and what ends it."""
+    stopped = threading.Event()
+    sample, arguments = (
+        OwnTimes(here, _WINDOW_S, lambda: False).run,
+        (stopped, lambda passed_s: None),
+    )
+    thread = threading.Thread(target=sample, args=arguments)
+    thread.start()
+    return thread, stopped
+
+
 def sampling_share(here: phases.Here, seconds: float = 5.0) -> float:
     """Returns the part of a core that the samples take, on an idle main thread."""
-    stopped = threading.Event()
-    thread = threading.Thread(target=OwnTimes(here, _WINDOW_S).run, args=(stopped,))
+    thread, stopped = start_samples(here)
     start_s = time.process_time()
-    thread.start()
     time.sleep(seconds)
     stopped.set()
     thread.join()
@@ -63,10 +73,9 @@ def sampling_share(here: phases.Here, seconds: float = 5.0) -> float:
 
 
 def measure(step_s: float, num_steps: int) -> dict:
-    here, stopped = phases.here(), threading.Event()
+    here = phases.here()
     times: dict[str, list[float]] = {"without": [], "with": []}
-    thread = threading.Thread(target=OwnTimes(here, _WINDOW_S).run, args=(stopped,))
-    thread.start()
+    thread, stopped = start_samples(here)
     for index in range(num_steps):
         for way in times:
             times[way].append(step_us(step_s, here if way == "with" else None, index))
