@@ -68,13 +68,13 @@ def time_steps(
     phases.here().epoch = 1
     if num_steps is None:
         with device_feed(trainer, batches, unpack, threaded=threaded) as feed:
-            loop = _Loop(trainer, iter(feed))
+            loop = TimedLoop(trainer, iter(feed))
             loop.run(_WARM_STEPS)
             _, seconds = loop.run(_WARM_STEPS)
         chosen = choose_num_steps(seconds / _WARM_STEPS, available=None)
         num_steps = int(collectives.broadcast(chosen))
     with device_feed(trainer, batches, unpack, threaded=threaded, num_steps=num_steps) as feed:
-        loop = _Loop(trainer, iter(feed))
+        loop = TimedLoop(trainer, iter(feed))
         loop.run(-(-_WARM_STEPS // num_steps))
         rows, seconds = _time(loop, -(-steps // num_steps))
         with _jax.profile() as recording, jax.profiler.TraceAnnotation(STEPS):
@@ -83,7 +83,9 @@ def time_steps(
     return Times(-(-steps // num_steps) * num_steps, rows, seconds, tuple(shares.tolist()))
 
 
-class _Loop:
+class TimedLoop:
+    """Trains on batches, as many at a time as it is asked to."""
+
     def __init__(self, trainer: Trainer, groups: Iterator[DeviceBatches]) -> None:
         self._trainer = trainer
         self._groups = groups
@@ -108,7 +110,7 @@ class _Loop:
             yield group
 
 
-def _time(loop: _Loop, num_programs: int) -> tuple[int, float]:
+def _time(loop: TimedLoop, num_programs: int) -> tuple[int, float]:
     """Returns rows and seconds of programs within which none was compiled."""
     for _ in range(_MOST_TRIES):
         with CountedCompilations() as compiled:

@@ -6,7 +6,6 @@ which the first `fit` of the script runs these trials instead of training.
 
 import socket
 import statistics
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,12 +18,12 @@ import optax
 
 from tnt_jax.data.sources import HostBatch
 from tnt_jax.distributed.host import collectives
-from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.sums.reduction import Reduction, choose_reduction, list_thresholds
 from tnt_jax.settings import Settings
-from tnt_jax.train.contracts import Batch, CountedRows, Parts
+from tnt_jax.train.contracts import Batch, Parts
 from tnt_jax.train.execution import DeviceBatches
 from tnt_jax.train.steps.data_parallel import DataParallelSteps
+from tnt_jax.train.timing.timed_steps import TimedLoop
 from tnt_jax.train.trainer import Trainer, device_feed
 
 NUM_ROUNDS = 5
@@ -212,16 +211,9 @@ def advise(trials: Sequence[Trial]) -> str:
 
 def _time_step(trainer: Trainer, group: DeviceBatches, steps: int) -> float:
     """Returns the seconds of a step, after one program that warms up."""
-
-    def run(count: int) -> float:
-        started = time.perf_counter()
-        with phases.in_phase("steps"):
-            sums = trainer.train_epoch(repeat(group, count), CountedRows())
-            jax.block_until_ready((trainer.state, sums))
-        return (time.perf_counter() - started) / (count * group.num_steps)
-
-    run(1)
-    return run(-(-steps // group.num_steps))
+    loop, num_programs = TimedLoop(trainer, repeat(group)), -(-steps // group.num_steps)
+    loop.run(1)
+    return loop.run(num_programs)[1] / (num_programs * group.num_steps)
 
 
 def _reduction_of(trainer: Trainer) -> Reduction:
