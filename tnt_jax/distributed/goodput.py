@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
+from tnt_jax.distributed import timeline
 from tnt_jax.files import replacing
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
@@ -176,7 +177,7 @@ class _Books:
 
 def _close(books: _Books) -> None:
     if books.is_open:
-        jax.monitoring.unregister_event_duration_listener(_note_duration)
+        jax.monitoring.unregister_event_time_span_listener(_note_compilation)
 
 
 _books = Slot(_Books, close=_close, lasts=True)
@@ -205,7 +206,7 @@ def open_account(*, path: str | None, launched_at: float | None, is_master: bool
     books.is_open = True
     earlier = None if books.file is None else books.file.earlier
     books.account = Account(started_s=launched_at, earlier=earlier)
-    jax.monitoring.register_event_duration_secs_listener(_note_duration)
+    jax.monitoring.register_event_time_span_listener(_note_compilation)
 
 
 def account() -> Account:
@@ -252,10 +253,13 @@ def phase(name: Phase) -> Iterator[None]:
         own.switch(before)
 
 
-def _note_duration(event: str, duration_secs: float, **_: Any) -> None:
-    own = _books.get().account
-    if event.startswith("/jax/core/compile/") and threading.get_ident() == own.thread:
-        own.add_compilation(duration_secs)
+def _note_compilation(event: str, start_time: float, end_time: float, **_: Any) -> None:
+    """Takes note that JAX has just traced, lowered or compiled a program, if it was that."""
+    if event.startswith("/jax/core/compile/"):
+        timeline.add_compilation(event, start_time, end_time)
+        own = _books.get().account
+        if threading.get_ident() == own.thread:
+            own.add_compilation(end_time - start_time)
 
 
 def _as_ns(seconds: float) -> int:

@@ -17,8 +17,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-import jax
-
 from tnt_jax.job import Slot
 
 _F = TypeVar("_F", bound=Callable)
@@ -76,12 +74,7 @@ class Timeline:
                 self._file.write(json.dumps(event) + ",\n")
 
 
-def _end(timeline: Timeline) -> None:
-    timeline.close()
-    jax.monitoring.unregister_event_time_span_listener(_note_span)
-
-
-_timeline = Slot[Timeline | None](lambda: None, close=_end, lasts=True)
+_timeline = Slot[Timeline | None](lambda: None, close=Timeline.close, lasts=True)
 
 
 def start(path: str, process: int) -> None:
@@ -89,7 +82,6 @@ def start(path: str, process: int) -> None:
     file = Path(path)
     own = file.with_name(f"{file.stem}.{process}{file.suffix}") if process else file
     _timeline.set(Timeline(own, process))
-    jax.monitoring.register_event_time_span_listener(_note_span)
     atexit.register(stop)
 
 
@@ -124,14 +116,13 @@ def add(name: str, category: str, start_ns: int, **arguments: Any) -> None:
         timeline.add(name, category, start_ns, time.perf_counter_ns(), arguments)
 
 
-def _note_span(event: str, start_time: float, end_time: float, **_: Any) -> None:
-    """Records what JAX says it has just done, if it was to trace, lower or compile a program."""
+def add_compilation(event: str, start_s: float, end_s: float) -> None:
+    """Records an event of JAX's compiler between two times of `time.time`, if anything is."""
     # JAX takes both times itself, so a thread that is interrupted on its way here shifts nothing.
-    timeline = _timeline.get()
-    if timeline is not None and event.startswith("/jax/core/compile/"):
+    if (timeline := _timeline.get()) is not None:
         name = event.rsplit("/", 1)[1].removesuffix("_duration")
         ahead_ns = _wall_clock_ahead_ns()
-        start_ns, end_ns = (round(1e9 * wall) - ahead_ns for wall in (start_time, end_time))
+        start_ns, end_ns = (round(1e9 * wall) - ahead_ns for wall in (start_s, end_s))
         timeline.add(name, "compile", start_ns, end_ns, {})
 
 
