@@ -66,19 +66,6 @@ def test_large_jobs_ask_seldom(monkeypatch, time):
     assert max(time.pauses) == 5
 
 
-def test_what_need_not_come_is_asked_for_seldom(monkeypatch, time):
-    serve(monkeypatch, time, 10)
-    assert rendezvous.await_key("k", is_over=lambda: False) == "value of k"
-    assert set(time.pauses) == {0.25}
-
-
-def test_a_service_that_does_not_answer_is_asked_again(monkeypatch, time):
-    serve(monkeypatch, time, 10).error = "UNAVAILABLE: connection reset"
-    assert rendezvous.await_key("k", is_over=lambda: False) == "value of k"
-    assert set(time.pauses) == {1.0}
-    assert rendezvous.await_key("k", is_over=lambda: True) is None
-
-
 def test_checks_run_each_second_and_end_the_wait(monkeypatch, time):
     serve(monkeypatch, time, 60)
     seen = []

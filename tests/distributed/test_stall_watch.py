@@ -1,13 +1,15 @@
 """The threads that look after a job go on after an error or say what no longer works."""
 
+import asyncio
 import json
 import threading
 
 import jax
 import pytest
 
+from tnt_jax.distributed.liveness import threads
 from tnt_jax.distributed.liveness import watch as stall_watch
-from tnt_jax.distributed.liveness.threads import start_thread
+from tnt_jax.distributed.liveness.threads import start_thread, watcher
 from tnt_jax.distributed.liveness.watch import Patience
 
 
@@ -85,14 +87,13 @@ def test_a_service_that_does_not_answer_ends_the_process(monkeypatch, service):
     assert causes_found[0] == (0, True, False)
 
 
-def test_the_threads_end_with_the_service(monkeypatch, service, caplog):
+def test_the_looks_end_with_the_service(monkeypatch, service, caplog):
     def gone(key):
         raise jax.errors.JaxRuntimeError("UNAVAILABLE")
 
     monkeypatch.setattr(service, "key_value_dir_get", gone)
     own = watch()
-    own._threads[0].join(20)
-    assert not own._threads[0].is_alive()
+    own._watching.result(20)
     assert len(service.posts) == 1
     own.stop()
     assert caplog.records == []
@@ -105,3 +106,60 @@ def test_a_thread_that_ends_by_an_error_says_what_is_lost(caplog):
     (record,) = caplog.records
     assert record.on_every_process
     assert record.threadName == "tnt_jax-division"
+
+
+def test_a_duty_that_ends_by_an_error_says_what_is_lost_and_leaves_the_others(caplog):
+    gone_on = threading.Event()
+
+    async def fail():
+        raise KeyError("odd")
+
+    async def go_on():
+        await asyncio.sleep(0.01)
+        gone_on.set()
+
+    failing = watcher.get().begin(fail(), lost="Nobody asks any more:")
+    watcher.get().begin(go_on(), lost="Nobody goes on any more:")
+    assert gone_on.wait(20)
+    assert failing.result(20) is None
+    (record,) = caplog.records
+    assert (record.message, record.on_every_process) == ("Nobody asks any more:", True)
+    assert "odd" in record.exc_text
+
+
+def test_a_duty_that_has_ended_is_in_no_call():
+    calls, may_return = [], threading.Event()
+
+    async def ask():
+        while True:
+            calls.append("begins")
+            may_return.wait(20)
+            calls.append("ends")
+            await asyncio.sleep(0)
+
+    duty = watcher.get().begin(ask(), lost="Nobody asks any more:")
+    while not calls:
+        pass
+    threading.Timer(0.2, may_return.set).start()
+    watcher.get().end(duty)
+    assert calls[-1] == "ends"
+    ended = len(calls)
+    watcher.get().end(watcher.get().begin(asyncio.sleep(0), lost=""))
+    assert len(calls) == ended
+
+
+def test_a_service_that_does_not_answer_delays_the_end_of_a_duty_by_seconds(
+    monkeypatch,
+):
+    monkeypatch.setattr(threads, "LONGEST_CALL_S", 0.1)
+    is_asking, may_return = threading.Event(), threading.Event()
+
+    async def ask():
+        is_asking.set()
+        may_return.wait(20)
+
+    duty = watcher.get().begin(ask(), lost="Nobody asks any more:")
+    assert is_asking.wait(20)
+    watcher.get().end(duty)
+    assert not may_return.is_set()
+    may_return.set()

@@ -22,7 +22,7 @@ model.compile("sgd", loss="mse")
 model.fit(x, x[:, :1], batch_size=8, verbose=0)
 process = tnt.get_process_index()
 names = {thread.name for thread in threading.enumerate()}
-assert {"tnt_jax-stall", "tnt_jax-leaving"} <= names, names
+assert {"tnt_jax-watch", "tnt_jax-samples"} <= names, names
 made = [weakref.ref(value) for value in job._job.values.values() if hasattr(value, "__weakref__")]
 assert len(made) > 2, made
 functions = atexit._ncallbacks()

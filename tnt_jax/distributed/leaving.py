@@ -1,11 +1,12 @@
 """How a process leaves its job, how the others learn of it, and the last words of each.
 
 A process can end with its script, by `sys.exit`, by an exception or by `tnt_jax.shutdown()`, and
-says so in the table of processes, where a thread of every process looks. One that waits for a
-process that has left would wait indefinitely, so it ends, too, with the code of that process; one
-that does not wait, because it writes its results, goes on to its own end.
+says so in the table of processes, where every process looks. One that waits for a process that has
+left would wait indefinitely, so it ends, too, with the code of that process; one that does not
+wait, because it writes its results, goes on to its own end.
 """
 
+import asyncio
 import atexit
 import builtins
 import contextlib
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -26,7 +28,7 @@ from tnt_jax.distributed.elastic import link
 from tnt_jax.distributed.liveness import table
 from tnt_jax.distributed.liveness.phases import describe_wait, here
 from tnt_jax.distributed.liveness.table import ExitNotice, LocalPeers
-from tnt_jax.distributed.liveness.threads import start_thread
+from tnt_jax.distributed.liveness.threads import Watcher, watcher
 from tnt_jax.job import Slot
 from tnt_jax.job import end_job as end_job_state
 from tnt_jax.log import logger
@@ -89,9 +91,7 @@ def say(first: str, *others: str) -> None:
     flush()
 
 
-# Of one question to the service; the answer comes at once when a process leaves. Large jobs ask
-# less often.
-_QUESTION_S = 1.0
+# Between two questions to the service; large jobs ask less often.
 _TICK_S = 0.25
 # Until the others have taken note, and how much later those end that end as a consequence: whoever
 # watches sees the cause first.
@@ -138,9 +138,9 @@ class Membership:
     _is_ending: bool = False
     # The exit code, once it is decided.
     _final_code: int | None = None
-    _stopped: threading.Event = field(default_factory=threading.Event)
     _peers: LocalPeers = field(default_factory=LocalPeers)
-    _thread: threading.Thread | None = None
+    _watcher: Watcher = field(default_factory=watcher.get)
+    _watching: Future[None] | None = None
     _waits_for_others: threading.Event = field(default_factory=threading.Event)
     _others: threading.Thread | None = None
     _is_forgotten: bool = False
@@ -148,20 +148,17 @@ class Membership:
     def watch(self) -> None:
         """Begins to look for processes that leave; every process must have introduced itself."""
         self._peers = table.local_peers(self.client, self.process)
-        self._thread = start_thread(self._watch, name="leaving", lost=_NO_WATCH)
+        self._watching = self._watcher.begin(self._watch(), lost=_NO_WATCH)
 
-    def _watch(self) -> None:
-        waited_s: float = 0
-        while not self._stopped.wait(max(_TICK_S, self.num_processes / 200)):
+    async def _watch(self) -> None:
+        while not table.is_awake(self.client):
+            await asyncio.sleep(max(_TICK_S, self.num_processes / 200))
             self._clock_change_s()
-            try:
-                self._report_lost()
-                if table.is_awake(self.client):
-                    break
-            except jax.errors.JaxRuntimeError:
-                self._stopped.wait(_QUESTION_S)
+            self._report_lost()
+        waited_s: float = 0
         has_answered = False
-        while not self._stopped.wait(_TICK_S):
+        while True:
+            await asyncio.sleep(_TICK_S)
             self._end_if_stalled()
             has_answered = has_answered or table.answer_roll(self.client, self.process)
             cause = self._cause()
@@ -206,7 +203,7 @@ class Membership:
             self._tell_stalled(stalled)
             os._exit(STALLED_EXIT_CODE)
         if stalled.process not in (notice.process for notice in self._notices()):
-            # The thread that looks for processes that leave finds it, on every process.
+            # Every process looks for those that leave, and finds it.
             self._announce(stalled)
 
     def _end_if_stalled(self) -> None:
@@ -339,10 +336,9 @@ class Membership:
         threading.Thread(target=leave, name="tnt_jax-end", daemon=True).start()
 
     def stop_watching(self) -> None:
-        """Ends the thread: at the end of the interpreter it must not be in a call."""
-        self._stopped.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(2 * _QUESTION_S)
+        """Ends the looks for others: none must be in a call at the end of the interpreter."""
+        if self._watching is not None:
+            self._watcher.end(self._watching)
 
     def report_exception(
         self,
@@ -356,7 +352,7 @@ class Membership:
             report(kind, error, trace)
             return
         self._stay_if_ending()
-        self._stopped.set()
+        self.stop_watching()
         cause = None if link() is not None else self._cause_of(error)
         if cause is not None:
             self._end(cause, f"Process {self.process}, which needs it, failed: {gist(error)}")

@@ -5,6 +5,7 @@ All processes pass the same points in the same order, such as one before each st
 calls at the same point (`Watch`). A callback asks by `SharedStop` for the end of one loop of steps.
 """
 
+import asyncio
 import atexit
 import contextlib
 import os
@@ -25,8 +26,9 @@ from tnt_jax import _jax
 from tnt_jax.distributed import leaving
 from tnt_jax.distributed.host.comparison import name_processes
 from tnt_jax.distributed.joining import runtime
-from tnt_jax.distributed.liveness.rendezvous import await_key, meet, read_key
-from tnt_jax.distributed.liveness.threads import start_thread
+from tnt_jax.distributed.liveness import table
+from tnt_jax.distributed.liveness.rendezvous import meet, read_key
+from tnt_jax.distributed.liveness.threads import start_thread, watcher
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
 from tnt_jax.settings import PREEMPTED_EXIT_CODE
@@ -140,23 +142,23 @@ def _is_free(signum: int) -> bool:
 
 
 _LEFT = "left"
-_TICK_S = 0.01
+_TICK_S, _SELDOM_S = 0.005, 0.25
 
 
 class Agreement:
     """The points that all processes pass, and the one at which they stop.
 
     Its keys in the coordination service begin with `folder`. `answer` returns, for this and the
-    text of a request, the first point at which this process can stop, or None if it has left; it
-    runs in the thread, may wait, and may close the points. `name`, `what` and `lost` are for the
-    thread and its messages.
+    text of a request, the first point at which this process can stop, or None if that is not known
+    yet; it runs in the watcher's thread, and may close the points. `what` and `lost` are for
+    messages.
 
     Attributes:
         passed: Points so far.
         is_closed: Whether this process waits for the end at the next point.
         end: The point where all stop; None until it is known from the `answers`.
         has_asked: Whether the request of this process is the one that counts.
-        stopped: Set once this process has left.
+        has_left: Whether this process passes no more points.
     """
 
     def __init__(
@@ -164,20 +166,20 @@ class Agreement:
         folder: str,
         answer: Callable[["Agreement", str], int | None],
         *,
-        name: str,
         what: str,
         lost: str,
     ) -> None:
         self.passed = 0
-        self.is_closed = self.has_asked = self._has_answered = False
+        self.is_closed = self.has_asked = self.has_left = self._has_answered = False
         self.end: int | None = None
         self.answers: list[int] = []
-        self.stopped, self._lock = threading.Event(), threading.Lock()
+        self._lock = threading.Lock()
         self._folder, self._answer, self._what = folder, answer, what
         self._process, self._num_processes = jax.process_index(), jax.process_count()
         if self._num_processes > 1:
             self._client = _jax.coordination_client()
-            self._thread = start_thread(self._agree, name=name, lost=lost)
+            self._watcher = watcher.get()
+            self._agreeing = self._watcher.begin(self._agree(), lost=lost)
 
     def ask(self, text: str) -> str:
         """Asks all processes to stop; returns the request that counts, which is the first."""
@@ -195,7 +197,7 @@ class Agreement:
 
     def stops_here(self) -> bool:
         """Passes the next point; returns whether all stop there, after all answers once closed."""
-        # Before the look at `is_closed`: the thread closes the points, and then reads the number.
+        # Before the look at `is_closed`: the watcher closes the points, and then reads the number.
         self.passed += 1
         return self.is_closed and self._await_end() <= self.passed
 
@@ -204,18 +206,17 @@ class Agreement:
         self.is_closed = True
         self._post(str(point))
 
-    def leave(self, answer: int | None, *, wait_s: float = 0) -> None:
-        """Ends the thread; answers in place of later points, with None after an error."""
-        self.stopped.set()
+    def leave(self, answer: int | None) -> None:
+        """Passes no more points; answers in place of them, with None after an error."""
+        self.has_left = True
         if self._num_processes > 1:
-            if wait_s:
-                self._thread.join(wait_s)
+            self._watcher.end(self._agreeing)
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # The service has ended.
                 self._post(_LEFT if answer is None else str(answer))
 
     def clean(self) -> None:
-        """Ends the thread and deletes what this process has posted; all have met since the end."""
-        self.stopped.set()
+        """Deletes what this process has posted; all have passed their last point and met."""
+        self._watcher.end(self._agreeing)
         if self._has_answered:
             self._client.key_value_delete(f"{self._folder}/{self._process}")
         if self.has_asked:
@@ -245,31 +246,27 @@ class Agreement:
             self._settle(texts)
         return self.end
 
-    def _agree(self) -> None:
+    async def _agree(self) -> None:
         """Waits for a request, answers, and learns the end."""
-        try:
-            request = self._await_key("request")
-            point = None if request is None else self._answer(self, request)
-            if point is None:
-                return
-            self.answer(point)
-            texts = [self._await_key(process) for process in range(self._num_processes)]
-            if None not in texts and _LEFT not in texts:
-                self._settle(map(str, texts))
-        except jax.errors.JaxRuntimeError as error:
-            # The service has gone, and the job with it.
-            logger.debug("Nobody can ask for %s: %s", self._what, error)
+        request = await self._value("request")
+        while (point := self._answer(self, request)) is None:
+            await asyncio.sleep(_TICK_S)
+        self.answer(point)
+        texts = [await self._value(process) for process in range(self._num_processes)]
+        if _LEFT not in texts:
+            self._settle(texts)
 
-    def _await_key(self, name: str | int) -> str | None:
-        return await_key(f"{self._folder}/{name}", is_over=self.stopped.is_set)
+    async def _value(self, name: str | int) -> str:
+        # It need not come: unlike in `read_key`, the process does not count as waiting.
+        while (value := table.peek(self._client, f"{self._folder}/{name}")) is None:
+            await asyncio.sleep(max(_SELDOM_S, self._num_processes / 200))
+        return value
 
     def _settle(self, texts: Iterable[str]) -> None:
         self.answers = list(map(int, texts))
         self.end = max(self.answers)
 
 
-# How long the end of the thread is waited for.
-_LONGEST_END_S = 3.0
 _NEVER = 2**62
 _T = TypeVar("_T")
 
@@ -315,7 +312,6 @@ class Watch(Points):
         self._agreement = Agreement(
             "tnt_jax/preemption",
             self._answer,
-            name="preemption",
             what="the step after which all processes stop",
             lost="Signals do not save the state of this job any more; a second one ends it:",
         )
@@ -341,13 +337,13 @@ class Watch(Points):
 
     def stop(self) -> None:
         """Ends the threads; the other processes need not wait for points of this one."""
-        if os.getpid() != self._pid or self._agreement.stopped.is_set():
+        if os.getpid() != self._pid or self._agreement.has_left:
             return
         atexit.unregister(self.stop)
         self._signals.close()
         # After the script of process 0 has ended, the others end theirs.
         point = self._agreement.passed + 1 if jax.process_index() else _NEVER
-        self._agreement.leave(point, wait_s=_LONGEST_END_S)
+        self._agreement.leave(point)
 
     def _ask(self, signum: int) -> None:
         """Asks all processes to stop; runs in the thread that takes signals."""
@@ -381,7 +377,7 @@ def start() -> Watch:
         runtime.init()
         watch = Watch()
         _watch.set(watch)
-        # Before the process leaves its job: its thread must not be in a call to the service then.
+        # Before the process leaves its job.
         atexit.register(watch.stop)
     return watch
 
@@ -418,7 +414,6 @@ def ending_call() -> Iterator[Points]:
 
 
 _numbers = Slot(count)
-_PROGRAM_TICK_S = 0.005
 
 
 class SharedStop:
@@ -440,7 +435,6 @@ class SharedStop:
             self.agreement = Agreement(
                 f"tnt_jax/stop/{next(_numbers.get())}",
                 self._answer,
-                name="stop",
                 what="end of training",
                 lost="This process does not answer one that asks for the end of training:",
             )
@@ -482,7 +476,6 @@ class SharedStop:
     def _answer(self, agreement: Agreement, request: str) -> int | None:
         """Returns the first program after which this process can stop, once it has started it."""
         number = int(request)
-        while agreement.passed < number:
-            if agreement.stopped.wait(_PROGRAM_TICK_S):
-                return None
+        if agreement.passed < number:
+            return None
         return number if self.is_asked and self._asked_at <= number else number + self._ahead

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 import jax
 
 from tnt_jax import _jax
-from tnt_jax.distributed.elastic import Interrupted, raise_if_ended
+from tnt_jax.distributed.elastic import raise_if_ended
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.job import Slot
 
@@ -91,30 +91,12 @@ def _await(
         return is_over()
 
     with phases.waiting(what):
-        return _ask_until(ask, is_pointless, _SHORTEST_TICK_S)
+        return _ask_until(ask, is_pointless)
 
 
-def await_key(key: str, *, is_over: Callable[[], bool]) -> str | None:
-    """Returns the value of a key once it exists, or None once `is_over` is true.
-
-    For threads that wait for what need not come: unlike `read_key`, the process does not count as
-    waiting, and asks seldom.
-    """
-    ask = partial(_jax.value_of_key, _jax.coordination_client(), key)
-    while True:
-        try:
-            return _ask_until(ask, is_over, _TICK_S)
-        except jax.errors.JaxRuntimeError:  # If the service has gone, so has the job.
-            _is_ending.wait(_CHECK_S)
-        except Interrupted:
-            return None
-
-
-def _ask_until(
-    ask: Callable[[], _T | None], is_over: Callable[[], bool], shortest_s: float
-) -> _T | None:
+def _ask_until(ask: Callable[[], _T | None], is_over: Callable[[], bool]) -> _T | None:
     """Asks the service again and again, until it has an answer or `is_over` is true."""
-    shortest_s = max(shortest_s, _PER_PROCESS_S * jax.process_count())
+    shortest_s = max(_SHORTEST_TICK_S, _PER_PROCESS_S * jax.process_count())
     longest_s = max(_TICK_S, jax.process_count() / 200)
     began_at = time.monotonic()
     if threading.current_thread() is not threading.main_thread():

@@ -140,7 +140,15 @@ def wake(client: Any, process: int) -> None:
 
 def is_awake(client: Any) -> bool:
     """Returns whether the processes are to look for exit notices and for a roll call."""
-    return _jax.value_of_key(client, _FIRST) is not None
+    return peek(client, _FIRST) is not None
+
+
+def peek(client: Any, key: str) -> str | None:
+    """Returns the value of any key, None if it has none or the service does not answer."""
+    try:
+        return _jax.value_of_key(client, key)
+    except jax.errors.JaxRuntimeError:  # If the service has ended, so has the job.
+        return None
 
 
 def call_roll(client: Any, process: int) -> None:

@@ -1,19 +1,20 @@
 """Shows the other processes where this one is, and ends the job if one makes no progress.
 
-A thread posts a note to the job's coordination service every few seconds. If a process has not
-moved for `TNT_STALL_WARNING_S` seconds, the thread reads the notes of all processes and warns. If
-one has not moved for `TNT_STALL_TIMEOUT` seconds, or no longer posts, the job ends. `find_cause`
-finds out from the notes who waits for whom, and who holds up the job.
+Each process posts a note to the job's coordination service every few seconds. If one has not moved
+for `TNT_STALL_WARNING_S` seconds, it reads the notes of all processes and warns. If one has not
+moved for `TNT_STALL_TIMEOUT` seconds, or no longer posts, the job ends. `find_cause` finds out from
+the notes who waits for whom, and who holds up the job.
 
 It also names a process that is slower than the others, by the time that each spends outside of
 waiting (`SlowRanks`). All processes make the same steps, so that in the same time one that is
 faster waits more. What each phase has taken comes with the notes, without a collective. Where the
 compiler's collectives sum gradients, not memory that processes share, a process cannot tell
 computing from waiting for the others: both are time in the step, and only data and callbacks can be
-compared. Another thread estimates how long this process is in each phase without waiting: it looks
-at its position many times a minute, so that the steps themselves read no clock.
+compared. A thread estimates how long this process is in each phase without waiting: it looks at its
+position many times a minute, so that the steps themselves read no clock.
 """
 
+import asyncio
 import atexit
 import contextlib
 import json
@@ -34,11 +35,10 @@ import jax
 
 from tnt_jax import _jax
 from tnt_jax.distributed.elastic import Interrupted
-from tnt_jax.distributed.liveness import table
+from tnt_jax.distributed.liveness import table, threads
 from tnt_jax.distributed.liveness.phases import Here, Note, Phase, here
 from tnt_jax.distributed.liveness.rendezvous import listed
 from tnt_jax.distributed.liveness.table import ExitNotice
-from tnt_jax.distributed.liveness.threads import say_lost, start_thread
 from tnt_jax.job import Slot
 from tnt_jax.log import logger
 from tnt_jax.settings import STALLED_EXIT_CODE
@@ -363,8 +363,6 @@ _TICKS = 12
 # A process that waits for one whose script has ended would wait forever, so it learns of this
 # sooner.
 _LEFT_S = 5.0
-# The time limit for calls to the service that do not wait.
-_LONGEST_CALL_S = 2.0
 # How much later than process 0 another one says who holds up the job, in ticks.
 _TURN_TICKS = 3
 _NO_POSTS = (
@@ -399,7 +397,7 @@ class _Clock:
     """Counts seconds in which this process ran: a stopped one cannot judge the others."""
 
     def __init__(self, tick_s: float) -> None:
-        self.longest_s = 2 * tick_s + _LONGEST_CALL_S
+        self.longest_s = 2 * tick_s + threads.LONGEST_CALL_S
         self._read_at, self._now_s = time.monotonic(), 0.0
 
     def now_s(self) -> float:
@@ -410,7 +408,7 @@ class _Clock:
 
 
 class _Watch:
-    """The threads that post this process's note and look at those of the others."""
+    """Posts this process's note, and looks at those of the others."""
 
     def __init__(self, patience: Patience, end_job: EndJob, is_waiting: Callable[[], bool]) -> None:
         self._pid = os.getpid()
@@ -431,20 +429,19 @@ class _Watch:
         self._own_times = OwnTimes(self._here, patience.warning_s, is_waiting)
         self._stopped = threading.Event()
         self._has_failed = False
-        lost = _NO_POSTS.format(self._process)
-        self._threads = [start_thread(self._run, name="stall", lost=lost)]
-        # This one asks the service nothing, and so sees that it does not answer.
+        self._watcher = threads.watcher.get()
+        self._watching = self._watcher.begin(self._run(), lost=_NO_POSTS.format(self._process))
+        # A thread that asks the service nothing, and so sees that it does not answer.
         sample, lost = self._own_times.run, _NO_SAMPLES.format(self._process)
         arguments = self._stopped, self._count_silence
-        self._threads.append(start_thread(sample, *arguments, name="samples", lost=lost))
+        self._samples = threads.start_thread(sample, *arguments, name="samples", lost=lost)
 
     def stop(self) -> None:
-        """Ends the threads: none must be in a call to the service at the interpreter's exit."""
+        """Ends the looks: none must be in a call to the service at the interpreter's exit."""
         atexit.unregister(self.leave)
         self._stopped.set()
-        for thread in self._threads:
-            if threading.current_thread() is not thread:
-                thread.join(_LONGEST_CALL_S)
+        self._watcher.end(self._watching)
+        self._samples.join(threads.LONGEST_CALL_S)
 
     def leave(self) -> None:
         """Tells the other processes that this process's script has ended."""
@@ -458,18 +455,17 @@ class _Watch:
         except (jax.errors.JaxRuntimeError, Interrupted) as error:
             logger.debug("The coordination service has gone: %s", error)
 
-    def _run(self) -> None:
-        while not self._stopped.wait(self._patience.tick_s):
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._patience.tick_s)
             try:
                 self._look()
-            except (jax.errors.JaxRuntimeError, Interrupted) as error:
-                # The service has gone, and the job, or a generation of an elastic one, with it.
-                logger.debug("No notes of other processes: %s", error)
-                return
+            except (jax.errors.JaxRuntimeError, Interrupted):
+                raise  # The service has gone, and with it whom to look at.
             except Exception:
                 # The next look may succeed. A process that no longer posts counts as silent.
                 if not self._has_failed:
-                    say_lost(_NO_POSTS.format(self._process))
+                    threads.say_lost(_NO_POSTS.format(self._process))
                 self._has_failed = True
             self._silent_s = 0.0
 
@@ -477,7 +473,7 @@ class _Watch:
         """Ends this process if the service, which runs in process 0, does not answer."""
         self._silent_s += min(passed_s, self._clock.longest_s)
         timeout_s = self._patience.timeout_s
-        if timeout_s and self._silent_s > timeout_s and self._threads[0].is_alive():
+        if timeout_s and self._silent_s > timeout_s and not self._watching.done():
             text = (
                 f"Process 0, which coordinates the job, has not answered process {self._process} "
                 f"for {self._silent_s:.0f} s: it is stopped or swapped out, or its host or the "
@@ -579,7 +575,7 @@ _watch = Slot[_Watch | None](lambda: None, close=_Watch.stop)
 
 
 def start_watching(patience: Patience, end_job: EndJob, is_waiting: Callable[[], bool]) -> None:
-    """Starts the threads that look for stalls, once the process has joined its job.
+    """Begins to look for stalls, once the process has joined its job.
 
     `is_waiting` tells whether the devices of this process wait for others.
     """
