@@ -87,6 +87,13 @@ def test_a_service_that_does_not_answer_ends_the_process(monkeypatch, service):
     assert causes_found[0] == (0, True, False)
 
 
+def test_time_in_which_the_process_was_stopped_hardly_counts(service):
+    own = watch()
+    own._count(1000.0)
+    own.stop()
+    assert 2 <= own._now_s < 20
+
+
 def test_the_looks_end_with_the_service(monkeypatch, service, caplog):
     def gone(key):
         raise jax.errors.JaxRuntimeError("UNAVAILABLE")

@@ -370,8 +370,8 @@ _NO_POSTS = (
     "others take it for one that is stopped, and it finds none that is:"
 )
 _NO_SAMPLES = (
-    "Process {} does not notice any more if process 0 is stopped or cut off, and is never named as "
-    "slow:"
+    "Process {} does not notice any more if it or another one is stuck or cut off, and is never "
+    "named as slow:"
 )
 
 
@@ -393,20 +393,6 @@ class Patience:
         return min(shortest / _TICKS, _LONGEST_TICK_S)
 
 
-class _Clock:
-    """Counts seconds in which this process ran: a stopped one cannot judge the others."""
-
-    def __init__(self, tick_s: float) -> None:
-        self.longest_s = 2 * tick_s + threads.LONGEST_CALL_S
-        self._read_at, self._now_s = time.monotonic(), 0.0
-
-    def now_s(self) -> float:
-        moment = time.monotonic()
-        self._now_s += min(moment - self._read_at, self.longest_s)
-        self._read_at = moment
-        return self._now_s
-
-
 class _Watch:
     """Posts this process's note, and looks at those of the others."""
 
@@ -415,14 +401,15 @@ class _Watch:
         self._here = here()
         self._patience, self._end_job = patience, end_job
         self._early_s = min(_LEFT_S, patience.warning_s)
-        self._clock = _Clock(patience.tick_s)
+        # Seconds in which this process ran: a stopped one cannot judge the others.
+        self._now_s = 0.0
         self._client, self._process = _jax.coordination_client(), jax.process_index()
         self._changed_s, self._last = 0.0, Note()
         self._num_posts = 0
         # The last post of each process, and when it was first seen.
         self._seen: dict[int, tuple[str, float]] = {}
-        # Since the service has answered.
-        self._silent_s = 0.0
+        # When the service has answered last.
+        self._answered_s = 0.0
         # When the next warning is due, in seconds without progress, by process.
         self._due: dict[int, float] = {}
         self._slow_ranks = SlowRanks(patience.warning_s)
@@ -433,7 +420,7 @@ class _Watch:
         self._watching = self._watcher.begin(self._run(), lost=_NO_POSTS.format(self._process))
         # A thread that asks the service nothing, and so sees that it does not answer.
         sample, lost = self._own_times.run, _NO_SAMPLES.format(self._process)
-        arguments = self._stopped, self._count_silence
+        arguments = self._stopped, self._count
         self._samples = threads.start_thread(sample, *arguments, name="samples", lost=lost)
 
     def stop(self) -> None:
@@ -467,28 +454,27 @@ class _Watch:
                 if not self._has_failed:
                     threads.say_lost(_NO_POSTS.format(self._process))
                 self._has_failed = True
-            self._silent_s = 0.0
+            self._answered_s = self._now_s
 
-    def _count_silence(self, passed_s: float) -> None:
-        """Ends this process if the service, which runs in process 0, does not answer."""
-        self._silent_s += min(passed_s, self._clock.longest_s)
-        timeout_s = self._patience.timeout_s
-        if timeout_s and self._silent_s > timeout_s and not self._watching.done():
+    def _count(self, passed_s: float) -> None:
+        """Counts time; ends this process if the service, which runs in process 0, is silent."""
+        self._now_s += min(passed_s, 2 * self._patience.tick_s + threads.LONGEST_CALL_S)
+        silent_s, timeout_s = self._now_s - self._answered_s, self._patience.timeout_s
+        if timeout_s and silent_s > timeout_s and not self._watching.done():
             text = (
                 f"Process 0, which coordinates the job, has not answered process {self._process} "
-                f"for {self._silent_s:.0f} s: it is stopped or swapped out, or its host or the "
+                f"for {silent_s:.0f} s: it is stopped or swapped out, or its host or the "
                 "network is down."
             )
             self._end_job(_stalled(0, f"{text} {ADVICE}", is_lost=True), False)
 
     def _look(self) -> None:
-        now_s = self._clock.now_s()
         note = replace(self._here.note(), reads_device=reads_device())
         if compiles():
             note = replace(note, phase="compile", what="")
         if note != self._last:
-            self._last, self._changed_s = note, now_s
-        stuck_s = now_s - self._changed_s
+            self._last, self._changed_s = note, self._now_s
+        stuck_s = self._now_s - self._changed_s
         if self._stopped.is_set():
             return
         self._post(replace(note, stuck_s=stuck_s))
@@ -509,7 +495,7 @@ class _Watch:
 
     def _read(self) -> list[Seen]:
         texts = table.places(self._client)
-        now_s = self._clock.now_s()
+        now_s = self._now_s
         for process, text in texts.items():
             if self._seen.get(process, ("", 0.0))[0] != text:
                 self._seen[process] = text, now_s
@@ -532,7 +518,7 @@ class _Watch:
         if self._process != 0:
             return
         slow = self._slow_ranks.look(
-            self._clock.now_s(),
+            self._now_s,
             [each.own_s for each in seen],
             calls=["".join(each.note.calls[:1]) for each in seen],
             silent_s=max(each.silent_s for each in seen),
