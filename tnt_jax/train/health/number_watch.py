@@ -7,7 +7,6 @@ alike.
 
 import math
 from collections import deque
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -179,13 +178,14 @@ class _Started(NamedTuple):
     index: int
 
 
-@dataclass
-class _Copy:
+class _Copy(NamedTuple):
     """Copy that `on_nan="rollback"` restores: state and sums after `index` steps of the epoch."""
 
     state: TrainState
     sums: Any
     index: int
+    first_step: int  # Steps before the epoch.
+    num_rollbacks: int = 0  # To this copy.
 
 
 class NumberWatch:
@@ -198,9 +198,7 @@ class NumberWatch:
         self._in_a_row = 0
         self._is_told = False
         self._copy: _Copy | None = None
-        self._num_rollbacks, self._has_progressed = 0, False
-        # Steps before the epoch, and epochs in a row of which no step was kept.
-        self._first_step, self._lost_epochs = 0, 0
+        self._lost_epochs = 0  # In a row, of which no step was kept.
 
     def with_counts(self, sums: Any) -> Any:
         """Returns sums with counts of the steps that were left."""
@@ -219,11 +217,8 @@ class NumberWatch:
             sums = self.with_counts(sums)
         before = self._copy
         if self._on_nan == "rollback" and (before is None or index - before.index >= COPY_STEPS):
-            if before is None:
-                self._first_step = int(state.step)
-            self._copy = _Copy(copied(state), sums, index)
-            if self._has_progressed:
-                self._num_rollbacks, self._has_progressed = 0, False
+            first_step = int(state.step) if before is None else before.first_step
+            self._copy = _Copy(copied(state), sums, index, first_step)
         return sums
 
     def after(
@@ -249,9 +244,9 @@ class NumberWatch:
 
     def end_epoch(self, state: TrainState) -> None:
         """Warns of an epoch of which `rollback` has kept no step; raises after a second."""
-        if self._on_nan != "rollback" or self._copy is None:
+        if self._copy is None:
             return
-        is_lost = int(state.step) == self._first_step
+        is_lost = int(state.step) == self._copy.first_step
         self._lost_epochs = self._lost_epochs + 1 if is_lost else 0
         if not is_lost:
             return
@@ -278,7 +273,6 @@ class NumberWatch:
     def _read(self, started: _Started, state: TrainState, sums: Any) -> tuple[TrainState, Any]:
         in_a_row, loss, skipped = np.asarray(started.counts).tolist()
         self._in_a_row = int(in_a_row)
-        self._has_progressed |= not in_a_row
         self._spikes.see(loss, started.index)
         if self._on_nan == "skip":
             self._report(started, int(skipped), loss)
@@ -310,9 +304,9 @@ class NumberWatch:
     def _go_back(self, started: _Started, state: TrainState, sums: Any) -> tuple[TrainState, Any]:
         assert self._copy is not None
         copy = self._copy
-        self._num_rollbacks += 1
-        if self._num_rollbacks > MOST_ROLLBACKS:
+        if copy.num_rollbacks == MOST_ROLLBACKS:
             self._end(started, state, f"Training went back {MOST_ROLLBACKS} times already. ")
+        self._copy = copy._replace(num_rollbacks=copy.num_rollbacks + 1)
         newest = self._running[-1].index if self._running else started.index
         self._running.clear()
         jax.block_until_ready(state)
@@ -333,7 +327,7 @@ class NumberWatch:
         self._running.clear()
         jax.block_until_ready(state)
         step = _first_left(started, 1 if self._on_nan == "skip" else self._in_a_row)
-        self._in_a_row = self._num_rollbacks = 0
+        self._in_a_row = 0
         group = started.group
         position = step - (started.index - group.num_steps) - 1
         text = f"{why}Step {step}{_of_epoch()} is not finite"
