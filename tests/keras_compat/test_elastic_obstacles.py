@@ -43,7 +43,7 @@ def compiled(accumulation=None, on_nan=None, **options):
         ({"accumulation": 2}, None),
         ({"on_nan": "raise"}, None),
         ({"on_nan": "skip"}, None),
-        ({"on_nan": "rollback"}, 'on_nan="rollback" keeps a copy of the state on the devices'),
+        ({"on_nan": "rollback"}, None),
         ({"sync": tnt.LocalSteps(groups="process")}, None),
         (
             {"sync": tnt.LocalSteps(groups=[[0]])},

@@ -166,10 +166,10 @@ def train(run, script, tmp_path):
 def alone(train):
     """Returns weights and results of one process, which meets no fate."""
 
-    def alone(**options):
-        key = json.dumps(options, sort_keys=True)
+    def alone(*words, **options):
+        key = json.dumps([words, options], sort_keys=True)
         if key not in _alone:
-            code, err, found = train("-n", 1, **options)
+            code, err, found = train("-n", 1, *words, **options)
             assert code == 0, err
             _alone[key] = found[0]
         return _alone[key]
@@ -186,7 +186,10 @@ def check_alike(found, expected, *, exactly=False):
             np.testing.assert_allclose(another, one, **bounds)
         for one, another in zip(results["fits"], other["fits"], strict=True):
             for name, values in one["history"].items():
-                np.testing.assert_allclose(another["history"][name], values, **bounds)
+                # An epoch of which every step was undone has no loss.
+                np.testing.assert_allclose(
+                    another["history"][name], values, equal_nan=True, **bounds
+                )
             if not other["joins"]:
                 assert another["hooks"] == one["hooks"]
                 for name, value in one["evaluated"].items():
@@ -257,6 +260,48 @@ def test_a_step_that_is_not_finite_ends_the_job_before_a_loss_hides_it(train):
     code, err, _ = train("-n", 2, "--elastic", fates={"0": "step 1 of fit 0"}, **options)
     assert code == 1, err
     assert "FloatingPointError: Step 1 of epoch 1 is not finite" in err
+
+
+# Of each epoch two steps are not finite: 1 and 8, then 6 and 9, so that the second epoch is lost,
+# 5 and 8, 1 and 2.
+ROLLBACK = {"on_nan": "rollback", "bad_rows": [100, 300]}
+
+
+@pytest.mark.parametrize(
+    ("fates", "options"),
+    [
+        ({"0": "step 25 of fit 0", "1": "step 26 of fit 0"}, {}),
+        long(({"2": "step 4 of fit 0", "0": "validation after 18 of fit 0"}, {})),
+        long(({"1": "epoch 1 of fit 0", "0": "step 24 of fit 0"}, {"accumulated": 7})),
+        long(({"0": "step 25 of fit 0"}, {"reproducible": True})),
+    ],
+    ids=str,
+)
+def test_rollback_returns_to_the_state_before_a_loss(train, alone, fates, options):
+    options = ROLLBACK | options
+    code, err, found = train("-n", len(fates) + 1, "--elastic", fates=fates, **options)
+    assert code == 0, err
+    assert "cannot go on in place" not in err
+    # Elsewhere, further steps have begun before a step is known not to be finite.
+    expected = alone("--elastic", **options)
+    check_alike(found, expected, exactly="reproducible" in options)
+    assert expected[1]["fits"][0]["history"]["skipped_steps"] == [8, 9, 8, 2]
+
+
+@pytest.mark.parametrize("rank", [0, long(1)])
+def test_a_replacement_goes_back_as_the_others_do(train, alone, rank):
+    fates = {str(rank): "step 11 of fit 0"}
+    code, err, found = train("-n", 2, "--elastic", fates=fates, waits=3, **ROLLBACK)
+    assert code == 0, err
+    assert found[rank][1]["joins"]
+    check_alike(found, alone("--elastic", **ROLLBACK))
+
+
+def test_returns_to_one_copy_are_counted_before_and_after_a_loss(train):
+    options = {"on_nan": "rollback", "bad_rows": [*range(480)]}
+    code, err, _ = train("-n", 2, "--elastic", fates={"0": "step 2 of fit 0"}, **options)
+    assert code == 1, err
+    assert "Training went back 3 times already. Step 4 of epoch 1 is not finite" in err
 
 
 def test_evaluation_and_prediction_go_on_when_processes_are_lost(train, alone):

@@ -284,6 +284,7 @@ class _Progress:
         step: Steps that it has run.
         place: Where it is, with host sums.
         last_logs: Logs of the epoch before, if this one has just begun.
+        watched: What `on_nan` has kept, on the host; None without it.
     """
 
     step: int
@@ -292,6 +293,7 @@ class _Progress:
     steps_per_execution: int | None
     last_logs: dict[str, Any]
     run: Run | None
+    watched: Any
 
 
 class Recovery:
@@ -324,6 +326,7 @@ class Recovery:
         """
         kept, progress = self._call.kept(error), self._shared.progress
         sums = jax.device_get(jax.tree.leaves(progress.place.sums))
+        watch = self._shared.core.trainer.programs.watch
         own = _Progress(
             progress.num_steps,
             progress.place._replace(sums=sums),
@@ -331,6 +334,7 @@ class Recovery:
             self._shared.core.require_compiled().steps_per_execution,
             self.logs,
             self._shared.resumption.run,
+            watch and watch.kept(),
         )
         return self._call.go_on(
             error,
@@ -367,6 +371,8 @@ class Recovery:
         of_epoch = own.place.sums if own.place.epoch == place.epoch else []
         leaves = trainer.sums_after_loss(of_epoch, place.sums)
         place = place._replace(sums=trainer.host_sums(leaves, first) if place.sums else None)
+        if (watch := core.trainer.programs.watch) is not None:
+            watch.take(newest.watched, core.trainer.require_state(), place.sums)
         self._hooks.renew()
         if not joins:
             self._catch_up(own, newest, place.sums)

@@ -152,9 +152,8 @@ class Core:
 
     def why_not_elastic(self) -> str | None:
         """Returns why training cannot go on with other processes in place, None if it can."""
-        options, compilation, trainer = self.options, self.compilation, self.trainer
+        options, trainer = self.options, self.trainer
         compares_rows = isinstance(trainer.steps, WholeBatches)
-        looks_back = compilation is not None and compilation.on_nan == "rollback"
         loses_parts = isinstance(trainer, LocalTrainer) and not trainer.loses_whole_groups
         if len(_on_devices.get()) > 1:
             gc.collect()  # A model that is forgotten may refer to itself.
@@ -163,7 +162,6 @@ class Core:
             "the optimizer's state is sharded": options.shard_optimizer_state,
             "the variables are sharded": self._sharding is not None,
             "what compression leaves out is sharded": options.gradient_compression is not None,
-            'on_nan="rollback" keeps a copy of the state on the devices': looks_back,
             "a group that trains by itself may lose a part of its ranks": loses_parts,
             "passes were chosen for this number of ranks": self.fits_memory,
             "the arrays of another model would be lost": has_others,

@@ -244,9 +244,11 @@ class NumberWatch:
 
     def end_epoch(self, state: TrainState) -> None:
         """Warns of an epoch of which `rollback` has kept no step; raises after a second."""
-        if self._copy is None:
+        # An elastic job may end it again, after a loss in its validation.
+        copy, self._copy = self._copy, None
+        if copy is None:
             return
-        is_lost = int(state.step) == self._copy.first_step
+        is_lost = int(state.step) == copy.first_step
         self._lost_epochs = self._lost_epochs + 1 if is_lost else 0
         if not is_lost:
             return
@@ -264,6 +266,18 @@ class NumberWatch:
         # To go back needs the sums of the epoch; until then the state is that before the bad step.
         if self._on_nan != "rollback":
             self.settle(state, None)
+
+    def kept(self) -> tuple[list[Any], int]:
+        """Returns leaves of the copy, on the host, and how many epochs were lost, for `take`."""
+        return jax.device_get(jax.tree.leaves(self._copy)), self._lost_epochs
+
+    def take(self, kept: tuple[list[Any], int], state: TrainState, sums: Any) -> None:
+        """Goes on with what another watch has `kept`, in an epoch with such a state and sums."""
+        leaves, self._lost_epochs = kept
+        if leaves:
+            copy = jax.tree.structure(_Copy(state, sums, 0, 0)).unflatten(leaves)
+            state, sums = _jax.replicate((copy.state, copy.sums), self._mesh)
+            self._copy = copy._replace(state=state, sums=sums)
 
     def _begin(self) -> None:
         """Forgets what belongs to an epoch."""
