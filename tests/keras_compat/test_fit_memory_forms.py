@@ -162,6 +162,12 @@ def test_each_form_is_taken_where_no_faster_one_fits(use_ranks, monkeypatch, kin
     model = train(kind, "auto")
     choice = model._core.memory_choice
     assert choice.way == list(least).index(form)
+    # An elastic job goes on in place as long as every process holds the whole state.
+    obstacles = {
+        FORMS[2]: "the optimizer's state is sharded",
+        FORMS[3]: "the variables are sharded",
+    }
+    assert model._core.why_not_elastic() == obstacles.get(form)
     assert_close(model.get_weights(), expected)
 
 

@@ -5,6 +5,7 @@ The truth is one process without losses.
 
 import json
 import os
+import re
 
 import h5py
 import numpy as np
@@ -121,12 +122,13 @@ for part in range(options.get("fits", 1)):
         )
     history = model.fit(
         x, y, batch_size=48, epochs=options.get("epochs", 4), verbose=0, callbacks=callbacks,
-        validation_split=0.1,
+        validation_split=0.1, tnt_micro_batch_size=options.get("micro"),
     )
-    logs = model.evaluate(x[:60], y[:60], verbose=0, return_dict=True, callbacks=[Later()])
+    later = {"verbose": 0, "callbacks": [Later()], "tnt_micro_batch_size": options.get("micro")}
+    logs = model.evaluate(x[:60], y[:60], return_dict=True, **later)
     results.append({"history": history.history, "hooks": fate.hooks, "evaluated": logs})
     if options.get("predicts"):
-        outputs = model.predict(x[:100], verbose=0, callbacks=[Later()])
+        outputs = model.predict(x[:100], **later)
         results[-1]["predicted"] = outputs.tolist()
 out = f"{options['out']}/{rank}"
 np.savez(out, *map(np.asarray, model.get_weights()))
@@ -338,6 +340,73 @@ def test_a_replacement_joins_with_the_state_of_the_others(train, alone, rank):
         1 - rank: 2,
     }
     check_alike(found, alone())
+
+
+# A step of 48 rows needs 24 KiB on each of three ranks, 30 KiB on each of two.
+@pytest.mark.parametrize(
+    ("fates", "options", "memory", "chosen"),
+    [
+        (
+            {"0": "step 11 of fit 0"},
+            {"waits": 3},
+            "27KB",
+            [("2", "passes"), ("3", "one pass")],
+        ),
+        long(
+            (
+                {"1": "step 11 of fit 0", "2": "step 11 of fit 0"},
+                {"on_nan": "rollback", "bad_rows": [100, 300]},
+                "40KB",
+                [("1", "passes")],
+            )
+        ),
+        long(({"0": "step 11 of fit 0"}, {"reproducible": True}, "1MB", [("1", "one virtual")])),
+    ],
+    ids=str,
+)
+def test_passes_are_chosen_for_the_rows_that_a_loss_leaves_to_each(
+    train, alone, fates, options, memory, chosen
+):
+    num_processes = 2 if "reproducible" in options else 3
+    environ = {"TNT_DEVICE_MEMORY": memory, "TNT_LOG_LEVEL": "INFO"}
+    code, err, found = train(
+        "-n", num_processes, "--elastic", fates=fates, micro="auto", environ=environ, **options
+    )
+    assert code == 0, err
+    assert "cannot go on in place" not in err
+    pattern = r'"auto" on (\d) process\(es\) chose [\d ]*(one pass|passes|one virtual)'
+    assert set(chosen) <= set(re.findall(pattern, err))
+    rest = {name: value for name, value in options.items() if name != "waits"}
+    check_alike(found, alone("--elastic", **rest), exactly="reproducible" in options)
+
+
+@pytest.mark.long
+def test_passes_of_evaluation_and_prediction_are_chosen_for_those_that_are_left(train, alone):
+    fates = {"2": "batch 0 of evaluation", "0": "batch 1 of prediction"}
+    environ = {"TNT_DEVICE_MEMORY": "1MB", "TNT_LOG_LEVEL": "INFO"}
+    options = {"fates": fates, "micro": "auto", "predicts": True}
+    code, err, found = train("-n", 3, "--elastic", environ=environ, **options)
+    assert code == 0, err
+    assert err.count("evaluate(tnt_micro_batch_size") == 2
+    assert err.count("predict(tnt_micro_batch_size") == 2
+    check_alike(found, alone("--elastic", predicts=True))
+    (predicted,) = [part["predicted"] for part in found[1][1]["fits"]]
+    (expected,) = [part["predicted"] for part in alone("--elastic", predicts=True)[1]["fits"]]
+    np.testing.assert_allclose(predicted, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_all_processes_say_that_after_a_loss_no_step_fits(train, tmp_path):
+    options = {"fates": {"0": "step 11 of fit 0"}, "micro": "auto"}
+    environ = {"TNT_DEVICE_MEMORY": "21KB"}
+    words = ["-n", 3, "--elastic", "--log-dir", tmp_path / "logs"]
+    code, err, found = train(*words, environ=environ, **options)
+    assert (code, found) == (1, {}), err
+    logs = [path.read_text() for path in (tmp_path / "logs").rglob("*") if path.is_file()]
+    texts = [text for log in logs for text in re.findall("ValueError: (.* no way .*)", log)]
+    assert len(texts) == 2, logs
+    assert texts[0] == texts[1]
+    expected = '"auto" on 2 process(es) found no way to compute a step that fits the 20.5 KiB'
+    assert expected in texts[0]
 
 
 def test_reproducible_training_keeps_its_bits_and_its_file_when_the_master_is_lost(

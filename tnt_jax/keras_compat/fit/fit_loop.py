@@ -171,7 +171,7 @@ class FitLoop:
         shared.check_rows(batch, train=True)
         if arguments.validation_data is not None:
             shared.check_rows(batch, train=False)
-        if data.fits_memory:
+        if data.fits_memory and not runtime.is_to_join():  # It chooses with the others.
             shared.fit_memory(plan)
         return plan
 
@@ -280,6 +280,8 @@ class FitLoop:
             self._shared.resumption.begin(stream, plan.arguments.initial_epoch)
             self._points = stopping.renewed(self._points)
             self._plan = replace(plan, validation=self._open_validation(plan))
+            if self._data.fits_memory:
+                self._shared.fit_memory(plan, goes_on=True)
             return plan.unpack(first)
 
         return self._recovery.go_on(error, reopen)

@@ -241,8 +241,8 @@ class Shared:
         if trainer.steps.fused is not None and not compilation.compiled_kinds and are_enough:
             trainer.ahead.start(lambda: trainer.lower(prepare([plan.first] * num_steps)))
 
-    def fit_memory(self, plan: Plan) -> None:
-        """Chooses and compiles a step that fits the memory, or raises a ValueError."""
+    def fit_memory(self, plan: Plan, *, goes_on: bool = False) -> None:
+        """Does what `Core.fit_memory` does, for training."""
         trainer, compilation = self.core.trainer, self.core.require_compiled()
         num_steps = min(compilation.steps_per_execution or 1, plan.stream.num_steps or 1)
         prepare = preparation_of(trainer, plan.unpack, threaded=not plan.stream.source.in_memory)
@@ -253,7 +253,7 @@ class Shared:
             return several or trainer.trace(prepare([plan.first]))
 
         trainer.ahead.wait()
-        self.core.fit_memory("fit", plan.unpack(plan.first), trace)
+        self.core.fit_memory("fit", plan.unpack(plan.first), trace, goes_on=goes_on)
 
     def check_rows(
         self, batch: Batch, *, train: bool, may_run: bool = True, plan: Plan | None = None

@@ -136,6 +136,9 @@ class Core:
 
     def reopen(self, kept: Any) -> None:
         """Goes on from what the trainer has kept, on the devices of another generation."""
+        # Form and passes were chosen for other processes, and those that join know of neither.
+        self._use(self.options)
+        self.forget_passes()
         job = self._used.on_mesh(runtime.init(), self._sharding)
         self.trainer.reopen(job, self._first_steps(job), kept)
         self.compile_steps()
@@ -147,7 +150,7 @@ class Core:
         options = self.options
         # GPUs try kernels for a program that is compiled, which takes their memory.
         has_one_step = self.trainer.runtime.platform == "cpu" and not options.reproducible
-        prepares = goes_on and has_one_step and options.sync is None
+        prepares = goes_on and has_one_step and options.sync is None and not self.fits_memory
         self.trainer.steps_of = self._steps if prepares else None
 
     def why_not_elastic(self) -> str | None:
@@ -159,11 +162,10 @@ class Core:
             gc.collect()  # A model that is forgotten may refer to itself.
         has_others = any(other is not self for other in _on_devices.get())
         reasons = {
-            "the optimizer's state is sharded": options.shard_optimizer_state,
+            "the optimizer's state is sharded": self._used.shard_optimizer_state,
             "the variables are sharded": self._sharding is not None,
             "what compression leaves out is sharded": options.gradient_compression is not None,
             "a group that trains by itself may lose a part of its ranks": loses_parts,
-            "passes were chosen for this number of ranks": self.fits_memory,
             "the arrays of another model would be lost": has_others,
             "the state of a model that compares rows is sharded": compares_rows,
             "the state of a custom training loop would be lost": bool(steps_in_use.get()),
@@ -218,18 +220,24 @@ class Core:
             )
         self.fits_memory = True
 
-    def fit_memory(self, call: str, batch: Batch, trace: Callable[[], Any]) -> None:
+    def fit_memory(
+        self, call: str, batch: Batch, trace: Callable[[], Any], *, goes_on: bool = False
+    ) -> None:
         """Chooses how a step is cut in time and space, for `tnt_micro_batch_size="auto"`.
 
         Called once `check_rows` is done. `trace` returns the trace of the trainer's own step for
-        this process's `batch`. A ValueError, on every process, says that no step fits.
+        this process's `batch`. If training `goes_on` with other processes, the state stays whole. A
+        ValueError, on every process, says that no step fits.
         """
         shapes = tuple((np.shape(x), str(np.result_type(x))) for x in jax.tree.leaves(batch))
         if (call, shapes) in self._fitted:
             return
         self.trainer.most_in_flight = 0 if self.trainer.runtime.platform == "cpu" else None
         if call == "fit":
-            self._choose(memory_choice.MICRO_BATCH, batch, self._forms(in_passes=True), trace)
+            asked, forms = memory_choice.MICRO_BATCH, self._forms(in_passes=True)
+            if goes_on:
+                asked, forms = f"{asked} on {jax.process_count()} process(es)", forms[:1]
+            self._choose(asked, batch, forms, trace)
         elif not self.options.reproducible:
             self._choose_passes(call, batch, trace)
         self._fitted.add((call, shapes))
