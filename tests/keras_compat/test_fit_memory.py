@@ -530,6 +530,7 @@ def test_passes_of_a_loss_are_not_those_of_the_next(use_ranks, few_rows):
         train(model, micro)
         assert model._core.at_once.training == (5 if micro else None)
         model.compile(tnt.optimizers.SGD(0.01), objective=comparing)
+        assert not model._core.cares_for_rows
         train(model, None)
         assert model._core.at_once.training is None
         found.append(model.get_weights())

@@ -176,6 +176,7 @@ class Model(SingleBatches, Saving, Inspection):
             on_nan=on_nan,
         )
         self._core.forget_passes()
+        self._core.fits_memory = False
         self._core.check_local_steps()
 
     @calling("Model.fit")

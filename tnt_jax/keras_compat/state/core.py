@@ -99,6 +99,7 @@ class Core:
         self.compilation: Compilation | None = None
         # Why training has this mesh and these passes, where they are chosen.
         self.memory_choice: memory_choice.Choice | None = None
+        # Whether a call has asked for passes, which stay until `compile`.
         self.fits_memory = False
         # Calls and shapes of batches for which a step was chosen by its memory.
         self._fitted: set[Any] = set()
