@@ -128,7 +128,12 @@ class Loss(Recorded):
             )
         self.name = name or snake_case(type(self).__name__)
         self.reduction = reduction
-        self.dtype = compute_dtype(dtype)
+        self._dtype = compute_dtype(dtype)
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype in which the values are computed."""
+        return self._dtype
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of an equal loss, unlike Keras with a `dtype` but float32."""

@@ -184,7 +184,6 @@ class Metric(Recorded):
 
     Attributes:
         name: Name of the metric in logs.
-        dtype: Name of the dtype of values and results.
         keeps_sums: Whether the sums of an epoch go on in the next one.
     """
 
@@ -192,9 +191,14 @@ class Metric(Recorded):
 
     def __init__(self, dtype: Any = None, name: str | None = None) -> None:
         self.name = name or snake_case(type(self).__name__)
-        self.dtype = compute_dtype(dtype)
+        self._dtype = compute_dtype(dtype)
         self._variables: list[Variable] = []
         self._sums: Any = None
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype of values and results."""
+        return self._dtype
 
     def increments(self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None) -> Any:
         """Returns the contribution of these rows to the sums, a pytree of one form for any number.
