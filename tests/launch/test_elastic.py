@@ -95,10 +95,12 @@ sharded = {
     "variables": {"mesh": {"fsdp": planned} if planned > 1 else None},
 }[options.get("sharded")]
 loss = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
+plain = tnt.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
 if options.get("compares"):
-    plain = tnt.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
     # The loss of a row depends on the others.
     loss = lambda y, outputs: plain(y, outputs) + 0.1 * (outputs.mean(0) ** 2).sum()
+if options.get("own_loss"):
+    loss = lambda y, outputs: plain(y, outputs)
 model = tnt.Model(Net(), seed=1, reproducible=options.get("reproducible", False), **sharded)
 rate = options["rate_of_joining"] if joins and "rate_of_joining" in options else 0.1
 accumulated = options.get("accumulated")
@@ -113,6 +115,8 @@ if options.get("counts"):
     optimizer = optax.GradientTransformation(sgd.init, update)
 model.compile(optimizer, loss=loss, metrics=["accuracy"], on_nan=options.get("on_nan"))
 results = []
+if options.get("own_loss"):
+    model.evaluate(x[:60], y[:60].astype(np.float32), verbose=0)
 for part in range(options.get("fits", 1)):
     fate = Fate(part)
     callbacks = [fate]
@@ -130,6 +134,8 @@ for part in range(options.get("fits", 1)):
     if options.get("predicts"):
         outputs = model.predict(x[:100], **later)
         results[-1]["predicted"] = outputs.tolist()
+    if options.get("own_loss"):
+        model.evaluate(x[:60], y[:60].astype(np.float32), verbose=0)
 out = f"{options['out']}/{rank}"
 np.savez(out, *map(np.asarray, model.get_weights()))
 found = {
@@ -339,6 +345,16 @@ def test_a_replacement_joins_with_the_state_of_the_others(train, alone, rank):
         rank: 0,
         1 - rank: 2,
     }
+    check_alike(found, alone())
+
+
+def test_a_replacement_knows_of_rows_what_the_others_have_found_out(train, alone):
+    # That an own loss compares no rows is found by running it, on all processes, and all check
+    # targets of another dtype, before `fit`.
+    fates = {"1": "step 11 of fit 0"}
+    code, err, found = train("-n", 2, "--elastic", fates=fates, waits=3, own_loss=True)
+    assert code == 0, err
+    assert found[1][1]["joins"]
     check_alike(found, alone())
 
 

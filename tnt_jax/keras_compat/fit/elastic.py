@@ -285,6 +285,7 @@ class _Progress:
         place: Where it is, with host sums.
         last_logs: Logs of the epoch before, if this one has just begun.
         watched: What `on_nan` has kept, on the host; None without it.
+        known_of_rows: For what it is known whether rows depend on one another.
     """
 
     step: int
@@ -294,6 +295,7 @@ class _Progress:
     last_logs: dict[str, Any]
     run: Run | None
     watched: Any
+    known_of_rows: tuple[set[bool], set[bool], bool]
 
 
 class Recovery:
@@ -326,15 +328,17 @@ class Recovery:
         """
         kept, progress = self._call.kept(error), self._shared.progress
         sums = jax.device_get(jax.tree.leaves(progress.place.sums))
-        watch = self._shared.core.trainer.programs.watch
+        core = self._shared.core
+        compilation, watch = core.require_compiled(), core.trainer.programs.watch
         own = _Progress(
             progress.num_steps,
             progress.place._replace(sums=sums),
             progress.stop_training,
-            self._shared.core.require_compiled().steps_per_execution,
+            compilation.steps_per_execution,
             self.logs,
             self._shared.resumption.run,
             watch and watch.kept(),
+            (compilation.traced_rows, compilation.checked_rows, core.knows_outputs),
         )
         return self._call.go_on(
             error,
@@ -346,11 +350,15 @@ class Recovery:
     def _adopt(self, own: _Progress, kept: Any, source: int, reopen: Callable[[], Batch]) -> Place:
         """Returns where all processes go on, with the newest state; all of them call it."""
         core, progress = self._shared.core, self._shared.progress
-        joins = self._call.joins
+        compilation, joins = core.require_compiled(), self._call.joins
         place = [own.step, own.place.epoch, own.place.batch, joins]
-        notes = collectives.agree("Model.fit", {}, note=[place, bool(own.stops)])
+        note = [place, bool(own.stops), list(map(str, compilation.known_kinds))]
+        notes = collectives.agree("Model.fit", {}, note=note)
+        # All processes check a kind of data together, or none does.
+        known = set.intersection(*(set(kinds) for *_, kinds in notes))
+        compilation.known_kinds = {x for x in compilation.known_kinds if str(x) in known}
         newest = own
-        if any(other != notes[source][0] for other, _ in notes):
+        if any(other != notes[source][0] for other, *_ in notes):
             traced = core.trainer.traced
             assert traced is not None
             sent = None
@@ -362,11 +370,13 @@ class Recovery:
                 self._check_run(own, newest)
                 traced.programs.update(programs)
             core.trainer.follow(kept, source)
-            core.require_compiled().steps_per_execution = newest.steps_per_execution
+            compilation.steps_per_execution = newest.steps_per_execution
             if joins:
+                of_rows = newest.known_of_rows
+                compilation.traced_rows, compilation.checked_rows, core.knows_outputs = of_rows
                 restore(self._hooks.callbacks, *states)
         first = reopen()
-        progress.stop_training = any(stops for _, stops in notes)
+        progress.stop_training = any(stops for _, stops, _ in notes)
         trainer, place = core.trainer.of_group, newest.place
         of_epoch = own.place.sums if own.place.epoch == place.epoch else []
         leaves = trainer.sums_after_loss(of_epoch, place.sums)
