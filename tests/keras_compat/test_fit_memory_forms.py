@@ -186,7 +186,9 @@ def test_statistics_of_a_batch_are_computed_in_one_pass_of_each_form(use_ranks, 
     assert_close(model.get_weights(), expected)
 
 
-@pytest.mark.parametrize("form", ["shard_optimizer_state", "fsdp 4"])
+@pytest.mark.parametrize(
+    "form", [pytest.param("shard_optimizer_state", marks=pytest.mark.long), "fsdp 4"]
+)
 def test_a_model_without_blocks_is_sharded_all_the_same(use_ranks, monkeypatch, form):
     expected, least = in_one_pass("without blocks"), needs("without blocks")
     assert list(least) == ["", "shard_optimizer_state", "data 2, fsdp 2", "fsdp 4"]

@@ -275,13 +275,14 @@ def test_a_step_that_is_not_finite_ends_the_job_before_a_loss_hides_it(train):
 ROLLBACK = {"on_nan": "rollback", "bad_rows": [100, 300]}
 
 
+@pytest.mark.long  # The next test shows nearly the same.
 @pytest.mark.parametrize(
     ("fates", "options"),
     [
         ({"0": "step 25 of fit 0", "1": "step 26 of fit 0"}, {}),
-        long(({"2": "step 4 of fit 0", "0": "validation after 18 of fit 0"}, {})),
-        long(({"1": "epoch 1 of fit 0", "0": "step 24 of fit 0"}, {"accumulated": 7})),
-        long(({"0": "step 25 of fit 0"}, {"reproducible": True})),
+        ({"2": "step 4 of fit 0", "0": "validation after 18 of fit 0"}, {}),
+        ({"1": "epoch 1 of fit 0", "0": "step 24 of fit 0"}, {"accumulated": 7}),
+        ({"0": "step 25 of fit 0"}, {"reproducible": True}),
     ],
     ids=str,
 )
@@ -305,6 +306,7 @@ def test_a_replacement_goes_back_as_the_others_do(train, alone, rank):
     check_alike(found, alone("--elastic", **ROLLBACK))
 
 
+@pytest.mark.long
 def test_returns_to_one_copy_are_counted_before_and_after_a_loss(train):
     options = {"on_nan": "rollback", "bad_rows": [*range(480)]}
     code, err, _ = train("-n", 2, "--elastic", fates={"0": "step 2 of fit 0"}, **options)
@@ -411,6 +413,7 @@ def test_passes_of_evaluation_and_prediction_are_chosen_for_those_that_are_left(
     np.testing.assert_allclose(predicted, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_all_processes_say_that_after_a_loss_no_step_fits(train, tmp_path):
     options = {"fates": {"0": "step 11 of fit 0"}, "micro": "auto"}
     environ = {"TNT_DEVICE_MEMORY": "21KB"}

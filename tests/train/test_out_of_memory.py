@@ -35,10 +35,8 @@ def test_the_error_of_a_step_names_the_arrays_that_take_most():
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("num_processes", "all_rows"),
-    [pytest.param(0, 131072, marks=pytest.mark.long), (2, 65536)],
-)
+@pytest.mark.long  # tests/train/loops/test_passes.py shows nearly the same.
+@pytest.mark.parametrize(("num_processes", "all_rows"), [(0, 131072), (2, 65536)])
 def test_a_step_that_finds_no_memory_gives_way_to_one_that_needs_less(num_processes, all_rows):
     """The compiler's analysis says that it fits; one process gets less after that."""
     result = launch(
