@@ -321,3 +321,15 @@ def test_losses_that_hardly_change_have_no_spikes(caplog):
     for step in range(200):
         spikes.see(1.0 + 0.1 * (step % 2), step)
     assert not caplog.records
+
+
+def test_the_memory_of_the_copy_of_rollback_counts(use_ranks, monkeypatch):
+    use_ranks(2)
+    monkeypatch.setenv("TNT_DEVICE_MEMORY", "1GB")
+    needed = {}
+    for on_nan in ("skip", "rollback"):
+        model = compiled(on_nan=on_nan)
+        model.fit(*rows(16), batch_size=8, verbose=0, tnt_micro_batch_size="auto")
+        needed[on_nan] = model._core.memory_choice.chosen.nbytes
+    copy = sum(x.nbytes for x in jax.tree.leaves(model.state))
+    assert needed["rollback"] - needed["skip"] == pytest.approx(copy, abs=64)

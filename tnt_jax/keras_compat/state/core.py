@@ -370,13 +370,14 @@ class Core:
                     raise
 
             grads = memory_choice.local_bytes(places.params)
-            floor = memory_choice.local_bytes(places) + of_batch + waiting
-            floor += steps.num_waiting * grads
+            of_state = memory_choice.local_bytes(places)
+            beside = waiting + (of_state if compilation.on_nan == "rollback" else 0)  # Its copy.
+            floor = of_state + of_batch + beside + steps.num_waiting * grads
 
             has_failed = form is forms[0] and failed is not None and why_whole() is None
             asked_rows = None if has_failed else num_rows
             return memory_choice.Way(
-                form.name, floor, grads, program, waiting, asked_rows, why_whole
+                form.name, floor, grads, program, beside, asked_rows, why_whole
             )
 
         def variants() -> Iterator[_Form]:
