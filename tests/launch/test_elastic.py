@@ -24,6 +24,8 @@ import json, os, signal, sys, time
 import numpy as np
 rank, joins = int(os.environ.get("TNT_PROCESS_ID", 0)), "TNT_ELASTIC_JOINS" in os.environ
 options = json.loads(sys.argv[1])
+if joins:
+    options |= options.get("of_joining", {})
 import flax.linen as nn
 import tnt_jax as tnt
 
@@ -102,7 +104,7 @@ if options.get("compares"):
 if options.get("own_loss"):
     loss = lambda y, outputs: plain(y, outputs)
 model = tnt.Model(Net(), seed=1, reproducible=options.get("reproducible", False), **sharded)
-rate = options["rate_of_joining"] if joins and "rate_of_joining" in options else 0.1
+rate = options.get("rate", 0.1)
 accumulated = options.get("accumulated")
 optimizer = tnt.optimizers.SGD(rate, momentum=0.9, gradient_accumulation_steps=accumulated)
 traced, traced_early = [], []
@@ -544,12 +546,20 @@ def test_a_replacement_that_cannot_be_started_is_named_and_the_others_train_on(
 
 
 @pytest.mark.long
-def test_a_replacement_that_would_train_otherwise_is_refused_by_name(train, alone):
-    options = {"fates": {"1": "step 11 of fit 0"}, "rate_of_joining": 0.2, "epochs": 12}
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"rate": 0.2}, "learning_rate"),
+        ({"epochs": 11}, "epochs: 11 here"),
+        ({"on_nan": "skip"}, "on_nan: skip here"),
+    ],
+)
+def test_a_replacement_that_would_train_otherwise_is_refused_by_name(train, alone, other, named):
+    options = {"fates": {"1": "step 11 of fit 0"}, "of_joining": other, "epochs": 12}
     code, err, found = train("-n", 2, "--elastic", waits=1, **options)
     assert code == 0, err
     assert "Process 1 does not join: it would train otherwise than the others" in err
-    assert "learning_rate" in err
+    assert named in err
     check_alike({0: found[0]}, alone(epochs=12))
 
 

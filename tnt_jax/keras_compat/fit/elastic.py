@@ -284,6 +284,7 @@ class _Progress:
         step: Steps that it has run.
         place: Where it is, with host sums.
         last_logs: Logs of the epoch before, if this one has just begun.
+        given: What `fit` was given, in words.
         watched: What `on_nan` has kept, on the host; None without it.
         known_of_rows: For what it is known whether rows depend on one another.
     """
@@ -293,6 +294,7 @@ class _Progress:
     stops: bool
     steps_per_execution: int | None
     last_logs: dict[str, Any]
+    given: dict[str, str]
     run: Run | None
     watched: Any
     known_of_rows: tuple[set[bool], set[bool], bool]
@@ -308,8 +310,10 @@ class Recovery:
     that fails, again.
     """
 
-    def __init__(self, shared: Shared, hooks: CallbackList, call: Call) -> None:
-        self._shared, self._hooks, self._call = shared, hooks, call
+    def __init__(
+        self, shared: Shared, hooks: CallbackList, call: Call, given: Callable[[], dict[str, Any]]
+    ) -> None:
+        self._shared, self._hooks, self._call, self._given = shared, hooks, call, given
         self._epoch: int | None = None
         # Logs of the epoch before.
         self.logs: dict[str, Any] = {}
@@ -336,6 +340,7 @@ class Recovery:
             progress.stop_training,
             compilation.steps_per_execution,
             self.logs,
+            {name: str(value) for name, value in self._given().items()},
             self._shared.resumption.run,
             watch and watch.kept(),
             (compilation.traced_rows, compilation.checked_rows, core.knows_outputs),
@@ -405,9 +410,8 @@ class Recovery:
         line = link()
         assert own.run is not None and newest.run is not None and line is not None
         found = differences(newest.run, own.run, has_ended=False)
-        versions = [own.run["versions"], newest.run["versions"]]
-        texts = [*found.values(), *filter(None, [describe_differences(versions, whose=_WHOSE)])]
-        if texts:
+        given = own.given | own.run["versions"], newest.given | newest.run["versions"]
+        if texts := [*found.values(), *filter(None, [describe_differences(given, whose=_WHOSE)])]:
             line.refuse(f"it would train otherwise than the others: {'; '.join(texts)}.")
             flush()
             os._exit(1)

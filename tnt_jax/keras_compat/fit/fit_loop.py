@@ -41,7 +41,12 @@ from tnt_jax.keras_compat.fit.evaluation import evaluate_source
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments, PhaseHooks, Place
 from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.fit.resume import ending_on_request, save_and_exit
-from tnt_jax.keras_compat.fit.start_check import Divergence, compare_sources, compare_starts
+from tnt_jax.keras_compat.fit.start_check import (
+    Divergence,
+    compare_sources,
+    compare_starts,
+    describe_call,
+)
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.log import logger
 from tnt_jax.sharded.planning import memory_note
@@ -201,7 +206,8 @@ class FitLoop:
             self._shared.compile_evaluation_ahead(plan.validation)
         counts = {"epochs": plan.arguments.epochs, "steps": plan.stream.num_steps}
         with self._callbacks.open("Model.fit", **counts) as self._hooks:
-            self._recovery = Recovery(self._shared, self._hooks, self._call)
+            given = partial(describe_call, self._core, self._data, plan.arguments)
+            self._recovery = Recovery(self._shared, self._hooks, self._call, given)
             self._call.begin(lambda: self._core.why_not_elastic() or self._why_not_again())
             self._core.prepare_for_loss(goes_on=self._call.can_change)
             try:

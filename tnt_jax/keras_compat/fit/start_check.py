@@ -62,14 +62,11 @@ def compare_starts(
     """Raises an error on all processes unless all begin the same call in the same way."""
     if get_process_count() == 1:
         return
-    values = others | _of_data(data)
-    if arguments is not None:
-        values |= _of_fit(arguments)
+    values = others | describe_call(core, data, arguments)
     options = vars(core.options) | {"sync": comparable(core.options.sync)}
     values |= flat("Model", options) | describe_model(core) | _of_variables(core)
     if (compilation := core.compilation) is not None:
         values |= describe_compilation(core, compilation) | {
-            "on_nan": compilation.on_nan,
             "steps_per_execution": compilation.steps_per_execution,
             "compile was called since the last fit": compilation.functions is None,
         }
@@ -87,8 +84,11 @@ def compare_sources(call: str, what: str, source: Source) -> None:
     compare(call, values | {f"steps of {what}": source.num_batches}, advice=_ADVICE)
 
 
-def _of_data(data: DataArguments) -> dict[str, Any]:
-    return {
+def describe_call(
+    core: Core, data: DataArguments, arguments: FitArguments | None
+) -> dict[str, Any]:
+    """Returns what a call was given, and what `compile` says of steps that are not finite."""
+    values = {
         "kind of data": _kind(data.x),
         "kind of targets": _kind(data.y),
         "kind of sample_weight": _kind(data.sample_weight),
@@ -96,18 +96,15 @@ def _of_data(data: DataArguments) -> dict[str, Any]:
         "tnt_micro_batch_size": data.micro_batch_size,
         "shuffle": data.shuffle,
         "tnt_distribute_dataset": data.distribute,
+        "on_nan": core.compilation and core.compilation.on_nan,
     }
-
-
-def _of_fit(arguments: FitArguments) -> dict[str, Any]:
-    values = {
-        name: comparable(value)
-        for name, value in vars(arguments).items()
-        if name != "validation_data"
-    }
+    if arguments is None:
+        return values
     held_out = arguments.validation_data
     is_pair = isinstance(held_out, (tuple, list)) and bool(held_out)
-    return values | {"kind of validation_data": _kind(held_out[0] if is_pair else held_out)}
+    values["kind of validation_data"] = _kind(held_out[0] if is_pair else held_out)
+    others = {name: x for name, x in vars(arguments).items() if name != "validation_data"}
+    return values | {name: comparable(value) for name, value in others.items()}
 
 
 def describe_model(core: Core) -> dict[str, str]:
