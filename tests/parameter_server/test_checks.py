@@ -1,6 +1,8 @@
 import pytest
 
 import tnt_jax as tnt
+from tnt_jax.distributed.joining import runtime
+from tnt_jax.parameter_server import facade
 from tnt_jax.parameter_server.facade import check_compilation, check_options
 
 
@@ -20,6 +22,13 @@ from tnt_jax.parameter_server.facade import check_compilation, check_options
 def test_invalid_arguments_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         tnt.ParameterServer(tnt.Model(tnt.models.CNN(num_classes=2)), **given)
+
+
+def test_a_job_of_several_processes_is_refused_before_actors_start(monkeypatch):
+    monkeypatch.setattr(runtime, "get_process_count", lambda: 2)
+    monkeypatch.setattr(facade, "Actors", None)
+    with pytest.raises(RuntimeError, match=r"one of 2 processes of a job\. Start the script once"):
+        tnt.ParameterServer(tnt.Model(tnt.models.CNN(num_classes=2)))
 
 
 @pytest.mark.parametrize(

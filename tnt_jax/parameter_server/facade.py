@@ -152,6 +152,13 @@ class ParameterServer:
             raise ValueError(f"compression must be None or 'bfloat16', but is {compression!r}.")
         self._core: Core = model._core
         check_options(self._core.options)
+        job = runtime.init()
+        if runtime.get_process_count() > 1:
+            raise RuntimeError(
+                "A parameter server is used by one process, which starts its workers through Ray, "
+                f"but this is one of {runtime.get_process_count()} processes of a job. Start the "
+                "script once, without -n."
+            )
         self.model = model
         self.statistics = Statistics()
         self._actors = Actors(
@@ -166,7 +173,7 @@ class ParameterServer:
         self._coordinator = Coordinator(self._actors, servers, self.statistics, worker_timeout_s)
         is_synchronous = max_staleness == 0
         self._num_shares = num_workers - backup_workers if is_synchronous else 1
-        self._trainer = self._make_trainer(partitioner, compression == "bfloat16")
+        self._trainer = self._make_trainer(job, partitioner, compression == "bfloat16")
         asynchronous = Asynchronous(self._coordinator, StalenessBound(max_staleness))
         self._trainer.training = asynchronous
         if is_synchronous:
@@ -310,13 +317,9 @@ class ParameterServer:
             self._functions = core.functions
         trainer.give_back()
 
-    def _make_trainer(self, partitioner: Partitioner | None, compresses: bool) -> ServedTrainer:
-        job = runtime.init()
-        if runtime.get_process_count() > 1:
-            raise RuntimeError(
-                "A parameter server is used by one process, which starts its workers through Ray, "
-                f"but this is one of {runtime.get_process_count()} processes of a job."
-            )
+    def _make_trainer(
+        self, job: runtime.Runtime, partitioner: Partitioner | None, compresses: bool
+    ) -> ServedTrainer:
         # The coordinator computes next to nothing, on one device.
         alone = replace(job, mesh=_jax.make_data_mesh(list(job.mesh.devices.flat[:1])))
         num_ranks = self._num_shares * self._actors.devices_per_worker
