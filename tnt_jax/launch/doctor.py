@@ -408,8 +408,9 @@ _NAME = rf"[\w-]*(?:{_SOUNDS_SECRET})[\w-]*"
 # names no secret, and neither does `/opt/keys:/usr/bin`.
 _NAMED = re.compile(
     rf"""((?:{_NAME}(?:=|["']\s*:\s*|(?<!Error)\s*:\s+)|--{_NAME}\s+(?!-)|\b(?=(?:Bearer|Basic)\s))"""
-    r"""["']?(?:(?:Bearer|Basic|token)\s+(?!-))?)[^\s"'&,;}]+""",
-    re.IGNORECASE,
+    r"""(?P<quote>["'])?(?:(?:Bearer|Basic|token)\s+(?!-))?)"""
+    r"""(?(quote)(?:(?!(?P=quote)).)+|[^\s"'&,;}]+)""",
+    re.IGNORECASE | re.DOTALL,
 )
 _LIST_DEVICES = """
 import json, jax
