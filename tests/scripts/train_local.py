@@ -97,12 +97,15 @@ def train(recipe, folder):
         sample_weight=weight if recipe.get("weights", False) else None,
         batch_size=recipe["size"],
         epochs=recipe.get("epochs", 2),
-        validation_data=(x, y),
+        validation_data=(x, y) if recipe.get("evaluates", False) else None,
         callbacks=callbacks,
         verbose=0,
         shuffle=recipe.get("shuffle", True),
     )
-    predictions = model.predict(x, batch_size=recipe["size"], verbose=0)
+    if recipe.get("evaluates", False):
+        others = {"predictions": model.predict(x, batch_size=recipe["size"], verbose=0)}
+    else:
+        others = {}
     leaves = {
         jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(model.variables)
@@ -110,10 +113,10 @@ def train(recipe, folder):
     logs = {f"history {name}": values for name, values in history.history.items()}
     np.savez(
         folder / f"process{tnt.get_process_index()}.npz",
-        predictions=predictions,
         by_epoch=np.stack(weights.found) if weights.found else np.zeros(0),
         **leaves,
         **logs,
+        **others,
     )
 
 
