@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import time
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 
 import jax
@@ -19,12 +19,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import tnt_jax as tnt
 from tnt_jax.distributed.joining.runtime import init
+from tnt_jax.distributed.shared_sums import joining
 
 jax.config.update("jax_enable_x64", True)
 if "TWO_HOSTS" in os.environ:
     # As if the processes ran on two machines.
-    from tnt_jax.distributed.shared_sums import joining
-
     joining.machine_id = lambda namespace: "ABAA"[int(os.environ["TNT_PROCESS_ID"])]
 MESH = init().mesh
 RANKS = MESH.size
@@ -45,9 +44,13 @@ def array(rows):
     )
 
 
+@cache
+def numbers(size, seed):
+    return np.random.default_rng([size, seed]).normal(size=(RANKS, size)) * 1000
+
+
 def random(size, dtype, seed=0):
-    numbers = np.random.default_rng([size, seed]).normal(size=(RANKS, size)) * 1000
-    return numbers.astype(dtype)
+    return numbers(size, seed).astype(dtype)
 
 
 def total(rows):
@@ -224,7 +227,7 @@ def main():
     words = iter(sys.argv[1:])
     for word in words:
         globals()[word](*([next(words)] if word in ("waits", "differs") else []))
-        print(word, "done", flush=True)
+        print(f"{word} done by {'memory' if joining.are_open() else 'XLA'}", flush=True)
     tnt.shutdown()
 
 
