@@ -60,15 +60,14 @@ def custom_loop():
     return {"loop": flat(outer.params)}
 
 
-class MLP(nnx.Module):
+class Normed(nnx.Module):
     def __init__(self, rngs):
-        self.first = nnx.Linear(6, 16, rngs=rngs)
-        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.norm = nnx.BatchNorm(6, rngs=rngs)
         self.drop = nnx.Dropout(0.3, rngs=rngs)
-        self.last = nnx.Linear(16, 3, rngs=rngs)
+        self.dense = nnx.Linear(6, 3, rngs=rngs)
 
     def __call__(self, x):
-        return self.last(self.drop(nnx.relu(self.norm(self.first(x)))))
+        return self.dense(self.drop(self.norm(x)))
 
 
 def keras_model():
@@ -79,7 +78,6 @@ def keras_model():
     return keras.Sequential(
         [
             keras.Input((6,)),
-            layers.Dense(16, activation="relu"),
             layers.BatchNormalization(),
             layers.Dropout(0.3),
             layers.Dense(3),
@@ -88,8 +86,9 @@ def keras_model():
 
 
 def fits():
+    x, y, _ = make_data(45)  # Five whole batches.
     sync = tnt.LocalSteps(every=3, outer=tnt.optimizers.SGD(1.0), groups="process")
-    modules = {"nnx": MLP(nnx.Rngs(0)), "keras": keras_model(), "linen": nn.Dense(3)}
+    modules = {"nnx": Normed(nnx.Rngs(0)), "keras": keras_model(), "linen": nn.Dense(3)}
     found = {}
     for name, module in modules.items():
         model = tnt.Model(module, sync=sync)
@@ -123,4 +122,19 @@ def fits():
     return found
 
 
-np.savez(folder / f"process{process}.npz", **custom_loop(), **fits())
+def stopped():
+    """Trains until process 1 alone asks for the end."""
+    model = tnt.Model(nn.Dense(1), sync=tnt.LocalSteps(every=5, delay=2, groups="process"))
+    model.compile("sgd", loss="mse")
+
+    class Stop(tnt.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 3 and process == 1:
+                self.model.stop_training = True
+
+    x, y = np.ones((400, 3), np.float32), np.ones((400, 1), np.float32)
+    model.fit(x, y, batch_size=4, epochs=9, callbacks=[Stop()], verbose=0)
+    return {"stopped at": int(model.state.step), "stopped with": flat(model.get_weights())}
+
+
+np.savez(folder / f"process{process}.npz", **custom_loop(), **fits(), **stopped())
