@@ -46,17 +46,18 @@ def train(recipe, folder):
             batch_size=recipe["size"],
             epochs=2,
             sample_weight=weight,
-            validation_data=(x, y),
-            validation_freq=2,
             verbose=2,
         )
+        others = {"predictions": model.predict(x, batch_size=recipe["size"], verbose=0)}
     else:
         size = recipe["size"]
         batches = [
             (x[i : i + size], y[i : i + size], weight[i : i + size]) for i in range(0, len(x), size)
         ]
-        history = model.fit(batches, epochs=2, validation_data=batches, verbose=2)
-    predictions = model.predict(x, batch_size=recipe["size"], verbose=0)
+        history = model.fit(
+            batches, epochs=2, validation_data=batches, validation_freq=2, verbose=2
+        )
+        others = {}
     leaves = {
         jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(model.variables)
@@ -64,9 +65,7 @@ def train(recipe, folder):
     # Every process writes, because every process must have the full result.
     out = folder / f"process{tnt.get_process_index()}.npz"
     logs = {f"history {name}": values for name, values in history.history.items()}
-    np.savez(
-        out, predictions=predictions, size=tnt.get_size(), rank=tnt.get_rank(), **leaves, **logs
-    )
+    np.savez(out, size=tnt.get_size(), rank=tnt.get_rank(), **leaves, **logs, **others)
 
 
 if __name__ == "__main__":
