@@ -2,13 +2,9 @@
 within seconds, after which they go on; `stops` are agreed instead.
 """
 
-import os
 import time
 
-os.environ["KERAS_BACKEND"] = "jax"
-
 import flax.linen as nn
-import keras
 import numpy as np
 import optax
 
@@ -19,7 +15,6 @@ is_other = tnt.get_process_index() == 1
 x = np.arange(256, dtype=np.float32).reshape(64, 4) / 256
 y = np.ascontiguousarray(x[:, :1])
 batches = [(x[first : first + 8], y[first : first + 8]) for first in range(0, 64, 8)]
-DTYPE = "mixed_bfloat16" if is_other else "float32"
 FOLDER = "/tmp/tnt_jax_disagree"  # Nothing is written there.
 OPTIONS = {"batch_size": 8, "verbose": 0}
 
@@ -95,7 +90,6 @@ first, second = trained(seed=3), trained(seed=3, optimizer=sgd(0.3))
 second.compile("sgd", loss="mse")
 first.compile("sgd", loss="mse")
 default, by_xla = trained(), trained(fusion_threshold="xla")
-layered = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, dtype=DTYPE)])
 other_number = 1 + is_other
 
 CASES = {
@@ -143,14 +137,6 @@ CASES = {
     "backup's times": (
         lambda: fit(callbacks=callbacks.BackupAndRestore(FOLDER, save_freq=other_number)),
         "BackupAndRestore.save_freq: 1 on process 0, 2 on process 1",
-    ),
-    "settings of a Keras optimizer": (
-        lambda: fit(make(keras.optimizers.Lion(0.1, beta_1=0.9 - 0.1 * is_other))),
-        "optimizer.beta_1: 0.9 on process 0, 0.8 on process 1",
-    ),
-    "dtype of a Keras layer": (
-        lambda: fit(make(module=layered)),
-        "mixed_bfloat16 on process 1",
     ),
     "patience": (
         lambda: fit(callbacks=callbacks.EarlyStopping("loss", patience=other_number)),
@@ -224,8 +210,6 @@ def stop(name, callback, num_steps):
     print("stopped", name, flush=True)
 
 
-# What Keras imports for its first model takes seconds, which are not those of a refusal.
-tnt.Model(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])).predict(x, verbose=0)
 for name, (call, text) in CASES.items():
     refuse(name, call, text)
 for name, (callback, num_steps) in STOPS.items():
