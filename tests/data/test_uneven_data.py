@@ -15,10 +15,14 @@ from tnt_jax.data.streams import in_lockstep
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("in_memory", ["1", pytest.param("0", marks=pytest.mark.long)])
-def test_what_differs_between_processes_is_one_error_on_all(in_memory):
+@pytest.mark.parametrize(
+    ("in_memory", "words"),
+    # The steps of data that Keras and TensorFlow hold are counted in the tests of each.
+    [("1", []), pytest.param("0", ["packages"], marks=pytest.mark.long)],
+)
+def test_what_differs_between_processes_is_one_error_on_all(in_memory, words):
     result = launch(
-        2, SCRIPTS / "uneven_data.py", flags=["--output-on-all-devices"], timeout_s=200,
+        2, SCRIPTS / "uneven_data.py", *words, flags=["--output-on-all-devices"], timeout_s=200,
         TNT_SHARED_MEMORY=in_memory,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
