@@ -266,10 +266,10 @@ def test_programs_that_may_not_be_kept_are_not_waited_for(
 
 
 def start(folder, cache):
-    """Returns the lines that each of three processes of a job wrote."""
+    """Returns the lines that each of two processes of a job wrote."""
     folder.mkdir()
     done = launch(
-        3, SCRIPTS / "train_kept.py", folder, JAX_COMPILATION_CACHE_DIR=str(cache),
+        2, SCRIPTS / "train_kept.py", folder, JAX_COMPILATION_CACHE_DIR=str(cache),
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
         JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
     )  # fmt: skip
