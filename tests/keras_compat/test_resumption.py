@@ -101,8 +101,9 @@ def test_the_logs_of_a_resumed_epoch_count_the_batches_before(use_ranks):
 
 
 DESCRIBE = """
-import contextlib, functools, json, os
+import contextlib, functools, json, os, sys
 os.environ["KERAS_BACKEND"] = "jax"
+sys.modules["tensorflow"] = None  # Keras would import it for a check when it describes a layer.
 import flax.linen as nn, jax, keras, numpy as np, optax
 from flax import nnx
 import tnt_jax as tnt
@@ -137,13 +138,14 @@ def end(*arguments):
 
 resume.describe_run, FitLoop.trains = end, False
 x = np.arange(24, dtype=np.float32).reshape(12, 2) / 24
-for module in Net(), Nnx(), linear:
-    for optimizer in "adam", optax.adamw(lambda step: 0.1 / (1 + step)), keras.optimizers.Lion(0.1):
-        rates = [tnt.callbacks.ReduceLROnPlateau("loss")] if optimizer == "adam" else []
-        model = tnt.Model(module)
-        model.compile(optimizer, loss=lambda y, p: (y - p) ** 2, metrics=["mae", tnt.metrics.MeanSquaredError()])
-        with contextlib.suppress(Described):
-            model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[tnt.callbacks.BackupAndRestore("runs"), *rates])
+for module, optimizer in [
+    (Net(), "adam"), (Nnx(), optax.adamw(lambda step: 0.1 / (1 + step))), (linear, keras.optimizers.Lion(0.1)),
+]:
+    rates = [tnt.callbacks.ReduceLROnPlateau("loss")] if optimizer == "adam" else []
+    model = tnt.Model(module)
+    model.compile(optimizer, loss=lambda y, p: (y - p) ** 2, metrics=["mae", tnt.metrics.MeanSquaredError()])
+    with contextlib.suppress(Described):
+        model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[tnt.callbacks.BackupAndRestore("runs"), *rates])
 print(json.dumps(seen))
 """
 
@@ -164,14 +166,13 @@ def test_descriptions_of_a_run_are_the_same_in_every_process(tmp_path):
     texts = [process.communicate(timeout=120)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]
     assert texts[0] == texts[1]
-    assert len(json.loads(texts[0])) == 9
     assert " 0x" not in texts[0]
-    linen, nnx, keras = (json.loads(texts[0])[number]["model"] for number in (0, 3, 6))
-    assert "gelu" in linen["model.activation.function"]
-    assert any("code" in value for name, value in nnx.items() if name.endswith("act"))
-    assert keras["model.layers[1].rate"] == "0.1"
-    assert "callback 1, ReduceLROnPlateau.patience" in json.loads(texts[0])[0]["learning_rate"]
-    assert json.loads(texts[0])[2]["optimizer"]["optimizer.beta_1"] == "0.9"
+    linen, nnx, keras = json.loads(texts[0])
+    assert "gelu" in linen["model"]["model.activation.function"]
+    assert "callback 1, ReduceLROnPlateau.patience" in linen["learning_rate"]
+    assert any("code" in value for name, value in nnx["model"].items() if name.endswith("act"))
+    assert keras["model"]["model.layers[1].rate"] == "0.1"
+    assert keras["optimizer"]["optimizer.beta_1"] == "0.9"
 
 
 def test_versions_are_those_of_packages_that_are_installed(monkeypatch):

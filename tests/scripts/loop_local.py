@@ -71,6 +71,7 @@ class Normed(nnx.Module):
 
 
 def keras_model():
+    sys.modules["tensorflow"] = None  # Keras would import it for a check when it describes a layer.
     import keras
 
     keras.utils.set_random_seed(0)
