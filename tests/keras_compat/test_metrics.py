@@ -15,9 +15,9 @@ RNG = np.random.default_rng(1)
 
 def labels_and_scores(rows, classes=6, *, time=None):
     shape = (rows,) if time is None else (rows, time)
-    return RNG.integers(0, classes, size=shape), np.asarray(
-        jax.nn.softmax(RNG.normal(size=(*shape, classes)) * 2), "float32"
-    )
+    powers = np.exp(RNG.normal(size=(*shape, classes)) * 2)
+    scores = powers / powers.sum(axis=-1, keepdims=True)
+    return RNG.integers(0, classes, size=shape), scores.astype("float32")
 
 
 def one_hot_and_scores(rows, classes=6, *, time=None):
@@ -123,45 +123,56 @@ def add(left, right):
     return jax.tree.map(jnp.add, left, right)
 
 
-def in_parts(metric, y_true, y_pred, weight, micro):
-    """Returns the metric of rows cut into parts of `micro`, the last part padded by rows of weight
-    0.
+def computed(function, *arrays):
+    """Returns what `function` does in one program: alone, each operation is a program to compile."""
+    return jax.jit(function)(*arrays)
+
+
+def by_keras(metric, batches):
+    """Returns the result of a Keras metric after batches of targets, outputs and weights."""
+    state = [variable.value for variable in metric.variables]
+    for y_true, y_pred, weight in batches:
+        state = metric.stateless_update_state(state, y_true, y_pred, sample_weight=weight)
+    return metric.stateless_result(state)
+
+
+def cut(y_true, y_pred, weight, micro):
+    """Returns the arrays in parts [parts, micro, ...]; rows of weight 0 pad the last part, with
+    outputs that are no numbers.
     """
     rows = len(y_pred)
-    index = np.arange(-(-rows // micro) * micro)
-    mask = (index < rows).astype("float32")
-    index = np.minimum(index, rows - 1)
-    weight = (
-        mask if weight is None else weight[index] * mask.reshape((-1,) + (1,) * (weight.ndim - 1))
-    )
-    sums = None
-    for start in range(0, len(index), micro):
-        part = index[start : start + micro]
-        increments = metric.increments(y_true[part], y_pred[part], weight[start : start + micro])
-        sums = increments if sums is None else add(sums, increments)
-    return metric.compute(sums)
+    index = np.arange(-(-rows // micro) * micro).reshape(-1, micro)
+    real, index = index < rows, np.minimum(index, rows - 1)
+    outputs = y_pred[index]
+    outputs[~real] = np.inf
+    outputs[-1, -1] = np.nan
+    return y_true[index], outputs, real * (np.float32(1) if weight is None else weight[index])
+
+
+def sums_in_parts(metric, batches, micro):
+    """Returns the sums of batches that are cut into parts of `micro` rows."""
+    sums = [jax.vmap(metric.increments)(*cut(*batch, micro)) for batch in batches]
+    return jax.tree.map(lambda *parts: sum(part.sum(axis=0) for part in parts), *sums)
 
 
 def check_against_keras(name, settings, batch, *, weighted, time):
     if name == "SparseCategoricalCrossentropy" and "ignore_class" in settings:
         skip_on_oldest_keras("has no ignore_class in this metric")
     ours, theirs = getattr(metrics, name)(**settings), getattr(keras_metrics(), name)(**settings)
-    total = None
-    for rows in (100, 100, 7):
-        y_true, y_pred = batch(rows, time=time)
-        weight = RNG.random(rows).astype("float32") if weighted else None
-        theirs.update_state(y_true, y_pred, sample_weight=weight)
-        ours.update_state(y_true, y_pred, sample_weight=weight)
-        increments = ours.increments(y_true, y_pred, weight)
-        total = increments if total is None else add(total, increments)
-        np.testing.assert_allclose(
-            in_parts(ours, y_true, y_pred, weight, 34),
-            ours.compute(increments),
-            rtol=1e-5,
-            atol=1e-6,
-        )
-    np.testing.assert_allclose(ours.result(), theirs.result(), rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(ours.compute(total), theirs.result(), rtol=1e-6, atol=1e-6)
+    batches = [
+        (*batch(rows, time=time), RNG.random(rows).astype("float32") if weighted else None)
+        for rows in (100, 7)
+    ]
+
+    def results():
+        for y_true, y_pred, weight in batches:
+            ours.update_state(y_true, y_pred, sample_weight=weight)
+        total = jax.tree.map(lambda *a: sum(a), *(ours.increments(*batch) for batch in batches))
+        found = ours.result(), ours.compute(total), ours.compute(sums_in_parts(ours, batches, 34))
+        return found, by_keras(theirs, batches)
+
+    found, expected = computed(results)
+    np.testing.assert_allclose(found, [expected] * 3, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "settings", "batch"), COUNTED, ids=COUNTED_IDS)
@@ -187,19 +198,6 @@ def test_metric_equals_keras_whole_and_in_parts(name, settings, batch, weighted,
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "batch"), CASES + COUNTED[::3], ids=IDS + COUNTED_IDS[::3]
-)
-def test_rows_of_weight_zero_add_nothing_whatever_they_hold(name, settings, batch):
-    metric = getattr(metrics, name)(**settings)
-    y_true, y_pred = (np.array(a) for a in batch(8))
-    y_pred[6], y_pred[7] = np.nan, np.inf
-    weight = np.array([1, 0.5, 2, 1, 1, 1, 0, 0], "float32")
-    expected = metric.increments(y_true[:6], y_pred[:6], weight[:6])
-    sums = metric.increments(y_true, y_pred, weight)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), sums, expected)
-
-
-@pytest.mark.parametrize(
     ("name", "settings", "batch"), CASES[::4] + COUNTED[::4], ids=IDS[::4] + COUNTED_IDS[::4]
 )
 def test_increments_summed_over_ranks_equal_those_of_the_batch(name, settings, batch):
@@ -210,10 +208,13 @@ def test_increments_summed_over_ranks_equal_those_of_the_batch(name, settings, b
     def step(y_true, y_pred):
         return jax.lax.psum(metric.increments(y_true, y_pred), "data")
 
-    sums = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P()))(
-        y_true, y_pred
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P())
+    found, expected = computed(
+        lambda *batch: [metric.compute(f(*batch)) for f in (mapped, metric.increments)],
+        y_true,
+        y_pred,
     )
-    np.testing.assert_allclose(metric.compute(sums), metric(y_true, y_pred), rtol=1e-6)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("ignore_class", long_but_last(None, 2))
@@ -226,13 +227,15 @@ def test_mean_iou_equals_keras_whole_and_in_parts(ignore_class, weighted):
     weight = (
         RNG.integers(0, 4, size=101) if weighted else None
     )  # Keras truncates weights to integers.
-    theirs.update_state(y_true, y_pred, sample_weight=weight)
-    np.testing.assert_allclose(
-        ours(y_true, y_pred, sample_weight=weight), theirs.result(), rtol=1e-6
+    batches = [(y_true, y_pred, weight)]
+    whole, parts, expected = computed(
+        lambda: (
+            ours(*batches[0]),
+            ours.compute(sums_in_parts(ours, batches, 9)),
+            by_keras(theirs, batches),
+        )
     )
-    np.testing.assert_allclose(
-        in_parts(ours, y_true, y_pred, weight, 9), theirs.result(), rtol=1e-6
-    )
+    np.testing.assert_allclose([whole, parts], [expected] * 2, rtol=1e-6)
     assert theirs.name.startswith(ours.name)  # Keras numbers the instances of a process.
 
 
@@ -246,7 +249,7 @@ def test_iou_counts_every_label_beyond_2_to_the_24():
     ours, theirs = metrics.MeanIoU(2), keras_metrics().MeanIoU(2)
     np.testing.assert_allclose(update(ours), update(theirs), rtol=1e-6)
     np.testing.assert_array_equal(ours.total_cm, [[2**24 + 7, 3], [2**25 + 4, 0]])
-    many = metrics.BinaryIoU().increments(np.zeros(2**24 + 9, bool), np.zeros(2**24 + 9, bool))
+    many = computed(lambda y: metrics.BinaryIoU().increments(y, y), np.zeros(2**24 + 9, bool))
     assert int(many["total_cm"][0, 0]) == 2**24 + 9
     ours.update_state([1, 1], [0, 0], sample_weight=[0.25, 2.5])
     np.testing.assert_array_equal(ours.total_cm, [[2**24 + 7, 3], [2**25 + 6, 0]])
@@ -258,10 +261,8 @@ def test_iou_counts_every_label_beyond_2_to_the_24():
 @pytest.mark.parametrize("cls", [metrics.Precision, metrics.Recall, metrics.AUC])
 def test_nothing_to_count_gives_zero(cls):
     metric = cls()
-    assert (
-        float(metric.compute(metric.increments(np.zeros((4, 1)), np.zeros((4, 1)), np.zeros(4))))
-        == 0
-    )
+    nothing = np.zeros((4, 1)), np.zeros((4, 1)), np.zeros(4)
+    assert computed(lambda *batch: metric.compute(metric.increments(*batch)), *nothing) == 0
     assert metric.name == cls.__name__.lower()
 
 
@@ -278,10 +279,10 @@ def test_weights_of_single_values_equal_keras(weights):
     y_true, y_pred = labels_and_scores(9, time=4)
     weight = RNG.random((9, 4) if weights == "values" else (9, 1)).astype("float32")
     ours, theirs = metrics.SparseCategoricalAccuracy(), keras_metrics().SparseCategoricalAccuracy()
-    theirs.update_state(y_true, y_pred, sample_weight=weight)
-    np.testing.assert_allclose(
-        ours(y_true, y_pred, sample_weight=weight), theirs.result(), rtol=1e-6
+    found, expected = computed(
+        lambda *batch: (ours(*batch), by_keras(theirs, [batch])), y_true, y_pred, weight
     )
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_mean_and_sum_equal_keras():
@@ -306,7 +307,10 @@ def test_mean_and_sum_equal_keras():
 def test_labels_with_a_class_dimension_of_one():
     y_true, y_pred = labels_and_scores(20)
     for cls in (metrics.SparseCategoricalAccuracy, metrics.SparseTopKCategoricalAccuracy):
-        assert cls()(y_true[:, None], y_pred) == cls()(y_true, y_pred)
+        column, flat = computed(
+            lambda y, cls=cls: (cls()(y[:, None], y_pred), cls()(y, y_pred)), y_true
+        )
+        assert column == flat
 
 
 def test_top_k_counts_ties_and_refuses_nan():
@@ -336,8 +340,10 @@ def test_get_by_name_chooses_as_keras_does(name, batch, expected):
     theirs = get_metric(name, y_true, y_pred)
     assert (type(metric).__name__, metric.name) == (expected, name)
     assert (type(theirs).__name__, theirs.name) == (expected, name)
-    theirs.update_state(y_true, y_pred)
-    np.testing.assert_allclose(metric(y_true, y_pred), theirs.result(), rtol=1e-6)
+    found, expected = computed(
+        lambda *batch: (metric(*batch), by_keras(theirs, [(*batch, None)])), y_true, y_pred
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_labels_of_one_column_are_sparse():
@@ -357,17 +363,17 @@ def test_get_takes_instances_classes_losses_and_functions():
     assert metrics.get(instance) is instance
     assert isinstance(metrics.get(metrics.BinaryAccuracy), metrics.BinaryAccuracy)
     y_true, y_pred = real(7)
-    expected = metrics.MeanSquaredError()(y_true, y_pred)
 
     def my_error(y_true, y_pred):
         return (y_true - y_pred) ** 2
 
-    for given in (
+    given = [
         losses.MeanSquaredError(),
         losses.MeanSquaredError,
         losses.mean_squared_error,
         my_error,
-    ):
-        np.testing.assert_allclose(metrics.get(given)(y_true, y_pred), expected, rtol=1e-6)
+    ]
+    found = computed(lambda *batch: [metrics.get(each)(*batch) for each in given], y_true, y_pred)
+    np.testing.assert_allclose(found, [np.mean((y_true - y_pred) ** 2)] * 4, rtol=1e-6)
     assert metrics.get(my_error).name == "my_error"
     assert metrics.get(losses.sparse_categorical_crossentropy).loss.expects_probabilities
