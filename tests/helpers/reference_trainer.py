@@ -2,6 +2,8 @@
 training must equal.
 """
 
+from functools import partial
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -43,7 +45,7 @@ def train(net, optimizer, batches, *, epochs, seed=0, make_key=None):
     """Trains on lists of `(x, y, weight)`; returns the history of loss and accuracy, and the
     variables.
     """
-    variables = net.init(jax.random.key(seed), batches[0][0][:1], train=False)
+    variables = jax.jit(partial(net.init, train=False))(jax.random.key(seed), batches[0][0][:1])
     params, stats = variables["params"], variables.get("batch_stats", {})
     opt_state = optimizer.init(params)
 
@@ -59,17 +61,25 @@ def train(net, optimizer, batches, *, epochs, seed=0, make_key=None):
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
         return jnp.sum(losses * weight) / len(y), (logits, new.get("batch_stats", {}))
 
-    gradient = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
+    @jax.jit
+    def update(params, stats, opt_state, step, x, y, weight):
+        key = None if make_key is None else make_key(step, len(y))
+        (loss, (logits, stats)), grads = jax.value_and_grad(loss_of, has_aux=True)(
+            params, stats, x, y, weight, key
+        )
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), stats, opt_state, loss, logits
+
     history, step = {"loss": [], "accuracy": []}, 0
     for _ in range(epochs):
         loss_sum = correct = rows = 0
         for x, y, weight in batches:
-            key = None if make_key is None else make_key(step, len(y))
-            (loss, (logits, stats)), grads = gradient(params, stats, x, y, weight, key)
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            params, step = optax.apply_updates(params, updates), step + 1
+            params, stats, opt_state, loss, logits = update(
+                params, stats, opt_state, step, x, y, weight
+            )
+            step += 1
             loss_sum, rows = loss_sum + float(loss) * len(y), rows + len(y)
-            correct += int(np.sum(np.argmax(logits, -1) == y))
+            correct += int(np.sum(np.asarray(logits).argmax(-1) == y))
         history["loss"].append(loss_sum / rows)
         history["accuracy"].append(correct / rows)
     return history, {"params": params, "batch_stats": stats}

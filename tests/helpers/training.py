@@ -1,5 +1,7 @@
 """A small network, trained on made-up rows with the options under test."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +51,7 @@ def train_accumulating(optimizer, num_examples, size, num_steps, *, epochs=2):
     """
     x, y, _ = make_data(num_examples)
     net = Net()
-    params = net.init(jax.random.key(0), x[:1], train=False)["params"]
+    params = jax.jit(partial(net.init, train=False))(jax.random.key(0), x[:1])["params"]
     opt_state, total, step = optimizer.init(params), jax.tree.map(jnp.zeros_like, params), 0
 
     def loss_of(params, x, y):
@@ -59,9 +61,10 @@ def train_accumulating(optimizer, num_examples, size, num_steps, *, epochs=2):
             )
         )
 
+    gradient = jax.jit(jax.grad(loss_of))
     for _ in range(epochs):
         for start in range(0, num_examples, size):
-            grads = jax.grad(loss_of)(params, x[start : start + size], y[start : start + size])
+            grads = gradient(params, x[start : start + size], y[start : start + size])
             total, step = jax.tree.map(jnp.add, total, grads), step + 1
             if step % num_steps == 0:
                 updates, opt_state = optimizer.update(
