@@ -57,10 +57,17 @@ def fit(module, num_examples, size):
     return [*history["loss"], *np.concatenate([np.ravel(x) for x in model.get_weights()])]
 
 
-# Real rows of the ranks in the last batch: 2, 2, 1, 0 of 2; 3, 3, 1 of 3, and 0; all of 2.
-@pytest.mark.parametrize("sizes", long_but_last((39, 16), (40, 8), (37, 16)))
-@pytest.mark.parametrize("make", [Linen, Nnx])
-def test_added_losses_of_padded_batches_are_those_of_one_device(use_ranks, make, sizes):
+# Real rows of the four ranks in the last batch: 2, 2, 2, 1; 2, 2, 2, 2; 2, 2, 1, 0, and these in the
+# only batch.
+@pytest.mark.parametrize(
+    "case",
+    [
+        *long_but_last((Linen, 39, 16), (Linen, 40, 8), (Linen, 37, 16)),
+        *long_but_last((Nnx, 39, 16), (Nnx, 40, 8), (Nnx, 37, 16), (Nnx, 5, 5)),
+    ],
+)
+def test_added_losses_of_padded_batches_are_those_of_one_device(use_ranks, case):
+    make, *sizes = case
     found = []
     for num_ranks in (4, 1):
         use_ranks(num_ranks)
@@ -71,10 +78,10 @@ def test_added_losses_of_padded_batches_are_those_of_one_device(use_ranks, make,
 def test_repeated_rows_are_told_where_rows_are_normalised_together(use_ranks, caplog, monkeypatch):
     use_ranks(4)
     monkeypatch.setattr(logger, "propagate", True)
-    fit(Linen(normalizes=True), 37, 16)
+    fit(Linen(normalizes=True), 5, 5)
     assert "it includes repeated rows" in caplog.text
     caplog.clear()
-    fit(Linen(lambda hidden: jnp.zeros(()), normalizes=True), 37, 16)
+    fit(Linen(lambda hidden: jnp.zeros(()), normalizes=True), 5, 5)
     assert "repeated rows" not in caplog.text
 
 
@@ -85,7 +92,7 @@ ADDED = {
 }
 
 
-@pytest.mark.parametrize("sizes", long_but_last((40, 8), (37, 16)))
+@pytest.mark.parametrize("sizes", long_but_last((40, 8), (37, 16), (5, 5)))
 @pytest.mark.parametrize("added", ADDED.values(), ids=ADDED)
 def test_added_losses_that_are_no_mean_are_those_of_one_device(
     use_ranks, caplog, monkeypatch, added, sizes
@@ -114,5 +121,5 @@ def test_added_losses_for_some_numbers_of_rows_alone_are_those_of_one_device(use
     found = []
     for num_ranks in (4, 1):
         use_ranks(num_ranks)
-        found.append(fit(FixedRows(), 32, 16))
+        found.append(fit(FixedRows(), 16, 16))
     np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
