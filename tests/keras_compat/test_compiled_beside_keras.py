@@ -45,7 +45,7 @@ def keras_results(metrics, weighted_metrics):
         weighted_metrics=weighted_metrics,
     )
     x, y, weight = rows()
-    return model.evaluate(x, y, sample_weight=weight, batch_size=10, verbose=0, return_dict=True)
+    return model.evaluate(x, y, sample_weight=weight, batch_size=12, verbose=0, return_dict=True)
 
 
 def our_results(metrics, weighted_metrics=None):
@@ -57,7 +57,7 @@ def our_results(metrics, weighted_metrics=None):
         weighted_metrics=weighted_metrics,
     )
     x, y, weight = rows()
-    return model.evaluate(x, y, sample_weight=weight, batch_size=10, verbose=0, return_dict=True)
+    return model.evaluate(x, y, sample_weight=weight, batch_size=12, verbose=0, return_dict=True)
 
 
 @pytest.mark.parametrize(
@@ -244,18 +244,23 @@ PARTIAL = {
 }
 
 
+def rows_of(targets, num_rows):
+    return jax.tree.map(lambda rows: rows[:num_rows], targets)
+
+
 @pytest.mark.parametrize("case", PARTIAL)
-@pytest.mark.parametrize("num_ranks", [1, 4])
-def test_losses_of_several_outputs_train_as_in_keras(case, num_ranks, use_ranks):
-    use_ranks(num_ranks)
+def test_losses_of_several_outputs_train_as_in_keras(case, four_ranks):
     structure, arguments, targets = PARTIAL[case]
+    # One case has a last batch of three rows.
+    num_rows = 27 if case == "metrics in a list for each output" else 24
     histories, models = [], []
     for wrap in (tnt.Model, lambda module: module):
         models.append(two_outputs(structure))
         model = wrap(models[-1])
         model.compile(keras.optimizers.SGD(0.05), **arguments)
         options = {"batch_size": 8, "epochs": 2, "verbose": 0, "shuffle": False}
-        histories.append(model.fit(_X, targets, **options).history)
+        fitted = model.fit(_X[:num_rows], rows_of(targets, num_rows), **options)
+        histories.append(fitted.history)
     assert set(histories[0]) == set(histories[1])
     for name, values in histories[0].items():
         np.testing.assert_allclose(values, histories[1][name], rtol=2e-5, err_msg=name)
@@ -277,7 +282,7 @@ def test_a_single_output_is_logged_without_its_name_as_in_keras(asked, named):
     logs = []
     for model in (tnt.Model(module), module):
         model.compile("sgd", **asked)
-        logs.append(model.evaluate(_X, _P, batch_size=8, verbose=0, return_dict=True))
+        logs.append(model.evaluate(_X, _P, batch_size=27, verbose=0, return_dict=True))
     assert logs[0] == pytest.approx(logs[1], rel=1e-5)
 
 
@@ -290,8 +295,7 @@ class WithAuxiliary(nn.Module):
         return p, {"none": None, "array": x * 2, "dict": {"features": x, "norm": x**2}}[self.other]
 
 
-@pytest.mark.parametrize("other", ["none", "array", "dict"])
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize(("other", "num_ranks"), [("none", 1), ("array", 4), ("dict", 4)])
 def test_an_auxiliary_output_needs_no_target(other, num_ranks, use_ranks):
     use_ranks(num_ranks)
     model, plain = tnt.Model(WithAuxiliary(other)), tnt.Model(Binary())
@@ -300,7 +304,7 @@ def test_an_auxiliary_output_needs_no_target(other, num_ranks, use_ranks):
         fitted.compile(tnt.optimizers.SGD(0.1), given, metrics=["mae"] if fitted is plain else None)
         fitted.build((None, 3))
         fitted.set_weights([np.zeros(1), np.full((3, 1), 0.3)])
-        fitted.fit(_X, _P, batch_size=8, epochs=2, verbose=0, shuffle=False)
+        fitted.fit(_X[:24], _P[:24], batch_size=8, epochs=2, verbose=0, shuffle=False)
     for mine, theirs in zip(model.get_weights(), plain.get_weights(), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6)
 
@@ -325,8 +329,7 @@ class Penalised(keras.layers.Layer):
         return x
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
-@pytest.mark.parametrize("y", [None, _P])
+@pytest.mark.parametrize(("num_ranks", "y"), [(1, _P), (4, None)])
 def test_added_losses_alone_train_as_in_keras(num_ranks, y, use_ranks):
     use_ranks(num_ranks)
     modules, losses = [], []
@@ -355,12 +358,11 @@ def fit_over_epochs(*callbacks, of_keras=False):
     model.compile("sgd", "mse", metrics=[OverEpochs(name="kept"), "mae"])
     x, y, _ = rows()
     return model.fit(
-        x, y, batch_size=10, epochs=3, shuffle=False, verbose=0, callbacks=list(callbacks)
+        x, y, batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=list(callbacks)
     ).history
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
-@pytest.mark.parametrize(("save_freq", "crash_after"), [("epoch", 7), (2, 5)])
+@pytest.mark.parametrize(("num_ranks", "save_freq", "crash_after"), [(1, "epoch", 7), (4, 2, 5)])
 def test_a_metric_that_is_not_reset_goes_on_over_epochs_as_in_keras(
     num_ranks, save_freq, crash_after, use_ranks, tmp_path
 ):
@@ -398,8 +400,7 @@ def two_inputs():
     return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()(inputs)))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize(("num_ranks", "is_compiled"), [(1, False), (4, True)])
 def test_single_batches_of_two_inputs_are_inputs(num_ranks, is_compiled, use_ranks):
     use_ranks(num_ranks)
     module = two_inputs()
@@ -425,9 +426,7 @@ class StopAfter(keras.callbacks.Callback):
         self.model.stop_predicting = batch == self.batch
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
-def test_a_callback_stops_evaluation_and_prediction_as_in_keras(num_ranks, use_ranks):
-    use_ranks(num_ranks)
+def test_a_callback_stops_evaluation_and_prediction_as_in_keras(four_ranks):
     module = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     results = []
     for model in (tnt.Model(module), module):
@@ -471,13 +470,12 @@ def test_a_subclassed_model_that_was_called_has_variables():
     for trained in (model, module):
         module.set_weights([np.ones((3, 1)), np.zeros(1)])
         trained.compile(keras.optimizers.SGD(0.1), "mse")
-        fitted = trained.fit(_X, _P, batch_size=8, epochs=2, verbose=0, shuffle=False)
+        fitted = trained.fit(_X[:24], _P[:24], batch_size=8, epochs=2, verbose=0, shuffle=False)
         losses.append(fitted.history["loss"])
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["scipy", "jax", "tensorflow"])
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize(("kind", "num_ranks"), [("scipy", 4), ("jax", 1), ("tensorflow", 4)])
 def test_sparse_batches_train_as_dense_ones(kind, num_ranks, use_ranks):
     use_ranks(num_ranks)
 
