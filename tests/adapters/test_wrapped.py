@@ -191,9 +191,20 @@ def freeze_head(model):
     model.get_layer(index=-1).trainable = False
 
 
-@pytest.mark.parametrize("freeze", [freeze_all, freeze_body, freeze_bare, freeze_head])
+# By default, each of either with one of the other.
+@pytest.mark.parametrize(
+    ("freeze", "when"),
+    [
+        pytest.param(
+            freeze,
+            when,
+            marks=[] if when == "after build" or freeze is freeze_body else pytest.mark.long,
+        )
+        for freeze in [freeze_all, freeze_body, freeze_bare, freeze_head]
+        for when in ["before build", "after build", "after compile", "after fit"]
+    ],
+)
 @pytest.mark.parametrize("num_ranks", long_but_last(1, 4))
-@pytest.mark.parametrize("when", ["before build", "after build", "after compile", "after fit"])
 def test_a_frozen_keras_model_trains_as_in_keras(freeze, num_ranks, when, use_ranks):
     use_ranks(num_ranks)
     modules = [with_statistics() for _ in range(2)]
@@ -285,8 +296,7 @@ class Anneal(keras.callbacks.Callback):
         return module.get_layer("annealed").factor
 
 
-@pytest.mark.parametrize("every", ["epoch", "batch"])
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize(("every", "num_ranks"), [("epoch", 1), ("batch", 4)])
 def test_a_variable_assigned_by_a_callback_counts_as_in_keras(every, num_ranks, use_ranks):
     use_ranks(num_ranks)
     modules = []
