@@ -34,7 +34,18 @@ MODULES = [
     for name in MODULES
     if name in OF_MODELS or not name.startswith(("keras.src.trainers", "keras.src.models"))
 ]
-LONG = ("saving_lib_test", "optimizer_sparse_test", "orbax_checkpoint_test", "trainer_test")
+LONG = (
+    "saving_lib_test",
+    "optimizer_sparse_test",
+    "orbax_checkpoint_test",
+    "trainer_test",
+    # Losses and metrics are compared with Keras's in test_losses_metrics_beside_keras.py, models of
+    # several outputs in test_compiled_beside_keras.py, all in less time.
+    "losses_test",
+    "confusion_metrics_test",
+    "iou_metrics_test",
+    "model_test",
+)
 # Modules and tests that are left out, and why.
 MODULES_LEFT_OUT = {
     "multi_optimizer_test": "optax.partition gives each part of the parameters a rule of its own",
