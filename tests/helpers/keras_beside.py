@@ -1,6 +1,7 @@
 """The same small model and data for Keras and for tnt_jax, and a record of what callbacks see."""
 
 import flax.linen as nn
+import jax
 import keras
 import numpy as np
 import pytest
@@ -16,6 +17,30 @@ def skip_on_oldest_keras(how):
     """Skips a test in which the oldest Keras that is supported differs from later ones."""
     if keras.__version__.startswith("3.12."):
         pytest.skip(f"Keras {keras.__version__} {how}.")
+
+
+def computed(function, *arrays):
+    """Returns what `function` does in one program: alone, each operation is a program to compile."""
+    return jax.jit(function)(*arrays)
+
+
+def apply_keras(optimizer, grads, variables):
+    """Applies gradients of several steps to the variables of a built Keras optimizer, in place."""
+    step = jax.jit(optimizer.stateless_apply)
+    values, state = ([v.value for v in some] for some in (variables, optimizer.variables))
+    for grad in grads:
+        values, state = step(state, grad, values)
+    for some, found in ((variables, values), (optimizer.variables, state)):
+        for variable, value in zip(some, found, strict=True):
+            variable.assign(value)
+
+
+def by_keras(metric, batches):
+    """Returns the result of a Keras metric after batches of targets, outputs and weights."""
+    state = [variable.value for variable in metric.variables]
+    for y_true, y_pred, weight in batches:
+        state = metric.stateless_update_state(state, y_true, y_pred, sample_weight=weight)
+    return metric.stateless_result(state)
 
 
 class Net(nn.Module):

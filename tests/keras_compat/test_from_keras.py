@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from keras_beside import apply_keras, by_keras, computed
 
 from tnt_jax.keras_compat import keras_objects, losses, metrics, optimizers
 
@@ -22,15 +23,14 @@ def mesh(size=4):
     return jax.make_mesh((size,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def over_ranks(function, *arrays):
-    """Runs `function` on the rows of four ranks and returns what it returns, summed over them."""
-    mapped = jax.shard_map(
+def over_ranks(function):
+    """Returns `function` on the rows of four ranks, summed over them."""
+    return jax.shard_map(
         lambda *parts: jax.lax.psum(function(*parts), "data"),
         mesh=mesh(),
         in_specs=P("data"),
         out_specs=P(),
     )
-    return jax.jit(mapped)(*arrays)
 
 
 class Quartic(keras.losses.Loss):
@@ -106,7 +106,8 @@ def test_keras_losses_of_ours_become_ours(loss):
     ours = losses.get(loss)
     assert type(ours) is losses.SparseCategoricalCrossentropy
     assert (ours.name, ours.reduction) == (loss.name, loss.reduction)
-    np.testing.assert_allclose(ours(y_true, y_pred), loss(y_true, y_pred), rtol=1e-6)
+    found, expected = computed(lambda *batch: [f(*batch) for f in (ours, loss)], y_true, y_pred)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 NOT_LOSSES = {"Loss", "LossFunctionWrapper", "deserialize", "get", "serialize"}
@@ -129,13 +130,13 @@ def test_other_keras_losses_add_up_over_ranks(make, reduction):
     y_true, y_pred = RNG.integers(0, 2, size=(8, 3)), RNG.random((8, 3)).astype("float32")
     weight = RNG.random(8).astype("float32")
     ours = losses.get(loss)
-    np.testing.assert_allclose(
-        ours(y_true, y_pred, weight), loss(y_true, y_pred, weight), rtol=1e-6
-    )
-    total, count = over_ranks(lambda *part: ours.terms(*part), y_true, y_pred, weight)
-    np.testing.assert_allclose(
-        total if count is None else total / count, loss(y_true, y_pred, weight), rtol=1e-6
-    )
+
+    def results(*batch):
+        return ours(*batch), over_ranks(ours.terms)(*batch), loss(*batch)
+
+    whole, (total, count), expected = computed(results, y_true, y_pred, weight)
+    np.testing.assert_allclose(whole, expected, rtol=1e-6)
+    np.testing.assert_allclose(total if count is None else total / count, expected, rtol=1e-6)
 
 
 def test_padding_does_not_reach_a_keras_loss():
@@ -143,15 +144,22 @@ def test_padding_does_not_reach_a_keras_loss():
         np.ones((3, 2), "float32"),
         np.array([[0.5, 0.5], [0.1, 0.2], [np.nan, np.nan]], "float32"),
     )
-    total, count = losses.get(Quartic()).terms(y_true, y_pred, None, np.array([1.0, 1.0, 0.0]))
-    np.testing.assert_allclose(total / count, Quartic()(y_true[:2], y_pred[:2]), rtol=1e-6)
+    (total, count), expected = computed(
+        lambda true, pred: (
+            losses.get(Quartic()).terms(true, pred, None, np.array([1.0, 1.0, 0.0])),
+            Quartic()(true[:2], pred[:2]),
+        ),
+        y_true,
+        y_pred,
+    )
+    np.testing.assert_allclose(total / count, expected, rtol=1e-6)
 
 
 def test_losses_that_compare_rows_are_refused():
     with pytest.raises(ValueError, match="'circle' compares every row with every other"):
-        losses.get(keras.losses.Circle()).terms(np.ones(4), np.ones((4, 2)))
+        jax.eval_shape(losses.get(keras.losses.Circle()).terms, np.ones(4), np.ones((4, 2)))
     with pytest.raises(ValueError, match=r"returned values of shape \(\).*one value per row"):
-        losses.get(keras.losses.Dice()).terms(np.ones((4, 2)), np.ones((4, 2)))
+        jax.eval_shape(losses.get(keras.losses.Dice()).terms, np.ones((4, 2)), np.ones((4, 2)))
 
 
 # metrics
@@ -182,6 +190,7 @@ METRICS = [
 def test_keras_metrics_over_ranks_and_steps_equal_keras_alone(cls, settings, outputs):
     theirs, ours = cls(**settings), metrics.get(cls(**settings), (8, outputs), (8, outputs))
     theirs.reset_state()  # As before every epoch.
+    increments = jax.jit(over_ranks(ours.increments))
     sums = None
     for _ in range(3):
         y_true = RNG.integers(0, 2, size=(8, outputs)).astype("float32")
@@ -190,7 +199,7 @@ def test_keras_metrics_over_ranks_and_steps_equal_keras_alone(cls, settings, out
         y_pred = RNG.random((8, outputs)).astype("float32")
         mask = np.array([1, 1, 1, 1, 1, 1, 0, 0], "float32")
         theirs.update_state(y_true[:6], y_pred[:6])
-        added = over_ranks(ours.increments, y_true, y_pred, mask)
+        added = increments(y_true, y_pred, mask)
         sums = added if sums is None else jax.tree.map(jnp.add, sums, added)
     np.testing.assert_allclose(ours.compute(sums), theirs.result(), rtol=1e-5)
 
@@ -219,13 +228,13 @@ def test_a_keras_metric_needs_shapes():
 def test_names_that_only_keras_has():
     metric = metrics.get("f1_score", (8, 3), (8, 3))
     assert metric.name == "f1_score"
-    y_true, y_pred = (
-        np.eye(3, dtype="float32"),
-        np.asarray(jax.nn.softmax(RNG.normal(size=(3, 3))), "float32"),
+    y_true, y_pred = np.eye(3, dtype="float32"), RNG.dirichlet(np.ones(3), 3).astype("float32")
+    found, expected = computed(
+        lambda *batch: (metric(*batch), by_keras(keras.metrics.F1Score(), [(*batch, None)])),
+        y_true,
+        y_pred,
     )
-    np.testing.assert_allclose(
-        metric(y_true, y_pred), keras.metrics.F1Score()(y_true, y_pred), rtol=1e-6
-    )
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert losses.get("tversky").name == "tversky"
     assert optimizers.get("ftrl").name == "ftrl"
     with pytest.raises(
@@ -285,8 +294,8 @@ def test_twenty_steps_over_ranks_equal_keras_alone(optimizer):
     mapped = jax.jit(
         jax.shard_map(step, mesh=mesh(), in_specs=(P(), P(), P("data")), out_specs=P())
     )
+    apply_keras(theirs, [jax.tree.leaves(grad) for grad in grads], flat)
     for grad in grads:
-        theirs.apply([jnp.asarray(g) for g in jax.tree.leaves(grad)], flat)
         params, state = mapped(params, state, jax.tree.map(lambda g: np.stack([g] * 4), grad))
     for leaf, variable in zip(jax.tree.leaves(params), flat, strict=True):
         np.testing.assert_allclose(leaf, np.asarray(variable.value), rtol=1e-5, atol=1e-6)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from keras_beside import skip_on_oldest_keras
+from keras_beside import computed, skip_on_oldest_keras
 from long_params import long_but_last
 
 from tnt_jax.keras_compat import losses
@@ -120,11 +120,6 @@ def make(batch, settings, **kwargs):
 
 def keras_losses():
     return pytest.importorskip("keras").losses
-
-
-def computed(function, *arrays):
-    """Returns what `function` does in one program: alone, each operation is a program to compile."""
-    return jax.jit(function)(*arrays)
 
 
 def cut(arrays, ranks):

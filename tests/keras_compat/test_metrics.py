@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from keras_beside import skip_on_oldest_keras
+from keras_beside import by_keras, computed, skip_on_oldest_keras
 from long_params import long_but_last
 
 from tnt_jax.keras_compat import losses, metrics
@@ -121,19 +121,6 @@ def keras_metrics():
 
 def add(left, right):
     return jax.tree.map(jnp.add, left, right)
-
-
-def computed(function, *arrays):
-    """Returns what `function` does in one program: alone, each operation is a program to compile."""
-    return jax.jit(function)(*arrays)
-
-
-def by_keras(metric, batches):
-    """Returns the result of a Keras metric after batches of targets, outputs and weights."""
-    state = [variable.value for variable in metric.variables]
-    for y_true, y_pred, weight in batches:
-        state = metric.stateless_update_state(state, y_true, y_pred, sample_weight=weight)
-    return metric.stateless_result(state)
 
 
 def cut(y_true, y_pred, weight, micro):
