@@ -1,6 +1,7 @@
 """Training goes on where a version of JAX lacks a private name: plain JAX is used, with a warning."""
 
 import ast
+import functools
 import importlib.util
 import json
 import logging
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from jax._src import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
-from missing_names import missing
+from missing_names import Drops, Plain, missing, train
 from processes import SCRIPTS, launch
 
 import tnt_jax as tnt
@@ -83,8 +84,8 @@ def test_private_names_are_read_inside_functions():
     assert [place for place in FUNCTIONS if place.endswith("the module")] == []
 
 
-def train(folder, names, num_processes=2):
-    """Returns what each process wrote that trained without names."""
+def found_without(names, folder, num_processes):
+    """Returns what each process of a job wrote that trained without names."""
     folder.mkdir(exist_ok=True)
     # Each job compiles anew.
     done = launch(
@@ -96,28 +97,31 @@ def train(folder, names, num_processes=2):
     return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(num_processes)]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    found = train(tmp_path_factory.mktemp("whole"), [])
-    assert not any("differs from the versions" in text for text in found[0]["warnings"])
-    return found
+@functools.cache
+def on_one_device(module):
+    tnt.shutdown()
+    tnt.init(devices=[0])
+    return train(tnt, module)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.parametrize("names", GROUPS, ids=lambda names: names[-1])
-def test_a_job_trains_without_each_private_name(whole, tmp_path, names):
-    dropout = whole[0]["dropout"]
+def test_a_job_trains_without_each_private_name(names, use_ranks, tmp_path):
+    losses, dropout = on_one_device(Plain()), on_one_device(Drops())
     if any(name.startswith("jax.extend.random.") for name in names):
         # JAX's own numbers, by the compiler's step.
-        dropout = train(tmp_path / "one", names, 1)[0]["dropout"]
-        assert not np.allclose(dropout, whole[0]["dropout"], rtol=1e-3)
-    for found, expected in zip(train(tmp_path, names), whole, strict=True):
-        np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-5)
+        (alone,) = found_without(names, tmp_path / "alone", 1)
+        assert not np.allclose(alone["dropout"], dropout, rtol=1e-3)
+        dropout = alone["dropout"]
+    for found in found_without(names, tmp_path, 2):
+        np.testing.assert_allclose(found["losses"], [losses] * 2, rtol=1e-5)
         warned = [text for text in found["warnings"] if "differs from the versions" in text]
         assert len(warned) == len(set(warned))
-        unsaid = [name for name in names if not any(name.split(".")[-1] in x for x in warned)]
-        assert unsaid == []
+        lacking = {name.split(".")[-1] for name in names}
+        assert {name for name in lacking if not any(name in text for text in warned)} == set()
+        # Nothing else differs.
+        assert [text for text in warned if not any(name in text for name in lacking)] == []
         assert found["planes"] > 0
         assert found["listens"]
         np.testing.assert_allclose(found["dropout"], dropout, rtol=1e-5)

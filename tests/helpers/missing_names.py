@@ -1,8 +1,14 @@
-"""Private names of JAX that are missing for tnt_jax alone, while JAX itself has them."""
+"""Private names of JAX that are missing for tnt_jax alone, while JAX itself has them, and what is
+trained without them.
+"""
 
 import builtins
 from contextlib import contextmanager
 from types import ModuleType
+
+import flax.linen as nn
+import numpy as np
+import optax
 
 
 class Without(ModuleType):
@@ -38,3 +44,25 @@ def missing(names):
         yield
     finally:
         builtins.__import__ = before
+
+
+class Plain(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2)(nn.relu(nn.Dense(4)(x)))
+
+
+class Drops(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.Dense(2)(nn.Dropout(0.5, deterministic=not train)(x))
+
+
+def train(tnt, module, **options):
+    """Returns the losses of a module, in training and in evaluation; the last batch is padded."""
+    generator = np.random.default_rng(0)
+    x, y = (generator.normal(size=(30, size)).astype(np.float32) for size in (4, 2))
+    model = tnt.Model(module, seed=1, **options)
+    model.compile(optax.sgd(0.1, momentum=0.9), loss="mse")
+    losses = model.fit(x, y, batch_size=8, epochs=2, verbose=0).history["loss"]
+    return [*losses, model.evaluate(x, y, batch_size=8, verbose=0)]
