@@ -1,5 +1,7 @@
 """An interrupted run goes on and gives the numbers of one that was never interrupted."""
 
+import shutil
+
 import flax.linen as nn
 import numpy as np
 import pytest
@@ -19,37 +21,60 @@ class Noisy(nn.Module):
         return nn.Dense(3)(nn.Dropout(0.3, deterministic=not train)(nn.relu(x)))
 
 
-def make_model(optimizer=None):
-    model = tnt.Model(Noisy(), seed=2)
-    model.compile(
-        optimizer or tnt.optimizers.Adam(0.01),
-        loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-    )
+def make_model(optimizer=None, **options):
+    model = tnt.Model(nn.Dense(3), seed=2)
+    optimizer = optimizer or tnt.optimizers.SGD(0.1, momentum=0.9)
+    loss = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss=loss, **options)
     return model
 
 
-def interrupted(folder, save_freq, crash_after, extra=lambda: [], optimizer=None, **options):
+def make_noisy_model():
+    """Makes a model whose state has every part: random numbers, statistics, and the metrics of an
+    epoch.
+    """
+    model = tnt.Model(Noisy(), seed=2)
+    loss = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(tnt.optimizers.Adam(0.01), loss=loss, metrics=["accuracy"])
+    return model
+
+
+def fit(model, epochs, **options):
+    return model.fit(*data(44), batch_size=8, epochs=epochs, verbose=0, **options)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """Returns model and history of a run of four epochs that was never interrupted."""
+    model = make_model()
+    return model, fit(model, epochs=4)
+
+
+@pytest.fixture(scope="module")
+def backups(tmp_path_factory):
+    """Returns the folder of a run that made three backups, of which two stay."""
+    folder = tmp_path_factory.mktemp("backups")
+    backup = callbacks.BackupAndRestore(folder, "epoch", True, False)
+    fit(make_model(), epochs=3, callbacks=[backup, CrashAt(-1)])
+    return folder
+
+
+def interrupted(folder, save_freq, crash_after, extra=lambda: [], make_model=make_model, **options):
     """Returns model and history of a run that crashed once, or several times, and of one that did
     not.
     """
     x, y = data(44)
-    arguments = {
-        "batch_size": 8,
-        "epochs": 4,
-        "verbose": 0,
-        "validation_data": data(16, seed=1),
-    } | options
+    arguments = {"batch_size": 8, "epochs": 4, "verbose": 0} | options
     arguments |= {} if "x" in options else {"x": x, "y": y}
-    whole = make_model(optimizer)
+    whole = make_model()
     expected = whole.fit(**arguments, callbacks=extra())
     for steps in crash_after:
         with pytest.raises(Crash):
-            make_model(optimizer).fit(
+            make_model().fit(
                 **arguments,
                 callbacks=[callbacks.BackupAndRestore(folder, save_freq), CrashAt(steps), *extra()],
             )
-    model = make_model(optimizer)
+    model = make_model()
     history = model.fit(
         **arguments,
         callbacks=[callbacks.BackupAndRestore(folder, save_freq), *([CrashAt(-1)]), *extra()],
@@ -76,7 +101,12 @@ def assert_same(model, history, whole, expected):
     # Six batches an epoch: within an epoch, twice, at the end of an epoch, before any backup.
 )
 def test_the_interrupted_run_equals_the_whole_one(tmp_path, save_freq, crash_after):
-    assert_same(*interrupted(tmp_path / "backup", save_freq, crash_after))
+    validation = {"validation_data": data(16, seed=1)}
+    assert_same(
+        *interrupted(
+            tmp_path / "backup", save_freq, crash_after, make_model=make_noisy_model, **validation
+        )
+    )
     assert not (tmp_path / "backup").exists()
 
 
@@ -90,7 +120,8 @@ def test_other_callbacks_remember(tmp_path):
             ),
         ]
 
-    result = interrupted(tmp_path / "backup", 2, [9, 6], extra, epochs=9)
+    validation = {"validation_data": data(16, seed=1)}
+    result = interrupted(tmp_path / "backup", 2, [9, 6], extra, epochs=9, **validation)
     assert_same(*result)
     assert len(result[1].epoch) < 9, "The case must stop early to show anything."
 
@@ -135,13 +166,7 @@ def test_steps_of_one_program(tmp_path):
     x, y = data(44)
 
     def run(crash=None):
-        model = make_model()
-        model.compile(
-            tnt.optimizers.Adam(0.01),
-            loss=tnt.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-            steps_per_execution=2,
-        )
+        model = make_model(steps_per_execution=2)
         watch = (
             []
             if crash is None
@@ -159,8 +184,10 @@ def test_steps_of_one_program(tmp_path):
 
 
 def test_accumulated_gradients_come_back(tmp_path):
-    optimizer = tnt.optimizers.SGD(0.1, gradient_accumulation_steps=4)
-    assert_same(*interrupted(tmp_path / "backup", 3, [5], optimizer=optimizer))
+    def make():
+        return make_model(tnt.optimizers.SGD(0.1, gradient_accumulation_steps=4))
+
+    assert_same(*interrupted(tmp_path / "backup", 3, [5], make_model=make))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +211,6 @@ def test_a_csv_file_of_a_resumed_run_has_each_epoch_once(tmp_path, save_freq, cr
         save_freq,
         crash_after,
         lambda: [callbacks.CSVLogger(next(logs), append=True)],
-        validation_data=None,
     )
     assert files[1].read_text() == files[0].read_text()
     assert [line.split(",")[0] for line in files[0].read_text().splitlines()] == [
@@ -220,18 +246,20 @@ class CrashInEpochEnd(callbacks.Callback):
             raise Crash
 
 
+@pytest.fixture(scope="module")
+def stopped():
+    model = make_model()
+    return model, fit(model, epochs=4, callbacks=StopAfter(9))
+
+
 @pytest.mark.parametrize("save_freq", ["epoch", 1])
-def test_a_run_that_was_asked_to_end_does_not_go_on(tmp_path, save_freq):
-    arguments = {"batch_size": 8, "epochs": 4, "verbose": 0}
+def test_a_run_that_was_asked_to_end_does_not_go_on(tmp_path, stopped, save_freq):
     backup = callbacks.BackupAndRestore(tmp_path / "backup", save_freq)
-    whole, model = make_model(), make_model()
-    expected = whole.fit(*data(44), **arguments, callbacks=StopAfter(9))
     with pytest.raises(Crash):
-        make_model().fit(
-            *data(44), **arguments, callbacks=[backup, CrashInEpochEnd(), StopAfter(9)]
-        )
-    history = model.fit(*data(44), **arguments, callbacks=[backup, CrashAt(-1)])
-    assert_same(model, history, whole, expected)
+        fit(make_model(), epochs=4, callbacks=[backup, CrashInEpochEnd(), StopAfter(9)])
+    model = make_model()
+    history = fit(model, epochs=4, callbacks=[backup, CrashAt(-1)])
+    assert_same(model, history, *stopped)
 
 
 def test_a_csv_file_that_replaces_another_has_each_epoch_once_as_well(tmp_path):
@@ -299,9 +327,9 @@ def test_the_backup_stays_if_asked_to(tmp_path):
 def test_another_model_is_an_error_that_names_the_leaves(tmp_path):
     x, y = data()
     keep = callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
-    make_model().fit(x, y, batch_size=8, verbose=0, callbacks=keep)
+    make_model("adam").fit(x, y, batch_size=8, verbose=0, callbacks=keep)
     with pytest.raises(ValueError, match=r"not in the model: opt_state/.*velocity"):
-        make_model(tnt.optimizers.SGD(0.1, momentum=0.9)).fit(
+        make_model().fit(
             x, y, batch_size=8, verbose=0, callbacks=callbacks.BackupAndRestore(tmp_path / "backup"),
             tnt_ignore_changes=["optimizer", "learning_rate"],
         )  # fmt: skip
@@ -368,32 +396,22 @@ def test_a_generator_goes_on_where_it_was():
     [lambda file: file.write_bytes(b"broken"), lambda file: file.unlink()],
     ids=["broken", "lost"],
 )
-def test_the_backup_before_the_last_is_used_where_that_cannot_be_read(tmp_path, damage):
-    x, y = data(44)
-    arguments = {"batch_size": 8, "epochs": 4, "verbose": 0}
+def test_the_backup_before_the_last_is_used_where_that_cannot_be_read(
+    tmp_path, whole, backups, damage
+):
     folder = tmp_path / "backup"
-    # Three backups, of which two stay.
-    make_model().fit(
-        x,
-        y,
-        **arguments | {"epochs": 3},
-        callbacks=[callbacks.BackupAndRestore(folder, "epoch", True, False), CrashAt(-1)],
-    )
+    shutil.copytree(backups, folder)
     numbers = sorted(state.parent for state in folder.glob("*/state"))
     assert len(numbers) == 2
     for file in (numbers[-1] / "state").rglob("*"):
         if file.is_file():
             damage(file)
-    model, whole = make_model(), make_model()
-    interrupt = CrashAt(-1)
-    history = model.fit(
-        x,
-        y,
-        **arguments,
-        callbacks=[callbacks.BackupAndRestore(folder, double_checkpoint=True), interrupt],
-    )
+    model = make_model()
+    backup = callbacks.BackupAndRestore(folder, double_checkpoint=True)
+    history = fit(model, epochs=4, callbacks=[backup, steps := CrashAt(-1)])
+    assert -1 - steps.steps == 6, "The backup before the last is that of the third epoch."
     assert not folder.exists()
-    assert_same(model, history, whole, whole.fit(x, y, **arguments))
+    assert_same(model, history, *whole)
 
 
 def test_a_backup_needs_a_directory():
