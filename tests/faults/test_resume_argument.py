@@ -14,6 +14,7 @@ from keras_beside import data
 import tnt_jax as tnt
 from tnt_jax import callbacks
 from tnt_jax.keras_compat.fit import resume
+from tnt_jax.keras_compat.fit.preparation import Shared
 from tnt_jax.keras_compat.fit.resume import choose_directory
 from tnt_jax.train.checkpoints.checkpoint import Checkpoints
 
@@ -25,11 +26,17 @@ def a_job_of_its_own(use_ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("TNT_CHECKPOINT_EVERY", "4")
 
 
+@pytest.fixture
+def late(monkeypatch):
+    """Has a step compiled when it runs, not ahead: most runs of a test are refused, or have ended."""
+    monkeypatch.setattr(Shared, "compile_ahead", lambda self, plan: None)
+
+
 def cross_entropy(**options):
     return tnt.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
 
 
-def fit(seed=0, module=None, optimizer="adam", loss=None, metrics=None, **arguments):
+def fit(seed=0, module=None, optimizer="sgd", loss=None, metrics=None, **arguments):
     model = tnt.Model(module or nn.Dense(3), seed=seed)
     model.compile(optimizer, loss=loss or cross_entropy(), metrics=metrics)
     x, y = data(48)
@@ -172,7 +179,7 @@ def test_what_is_no_directory_is_refused(resume):
         fit(resume=resume)
 
 
-def test_what_would_lose_rows_is_refused_with_both_values_and_what_to_do(use_ranks):
+def test_what_would_lose_rows_is_refused_with_both_values_and_what_to_do(use_ranks, late):
     crash(5, resume="runs")
     texts = {
         "in global batches of 8 rows, but the global batch has 12 rows, and": {"batch_size": 12},
@@ -247,20 +254,20 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("before", "others"), OTHERS)
-def test_another_run_is_refused_with_both_values_and_two_ways_out(use_ranks, before, others):
+def test_another_run_is_refused_with_both_values_and_two_ways_out(use_ranks, late, before, others):
     whole = fit(resume="runs", **before)
     for after, name, text in others:
         start_again(use_ranks)
         ways = rf"choose another directory.*tnt_ignore_changes=\['{name}'\] to fit"
         with pytest.raises(ValueError, match=f"(?s)runs/fit-1 holds another run: .*{text}.*{ways}"):
-            fit(resume="runs", verbose=0, **after)
+            fit(resume="runs", **before | after)
         start_again(use_ranks)
-        assert_same(fit(resume="runs", tnt_ignore_changes=[name], **after), whole)
+        assert_same(fit(resume="runs", tnt_ignore_changes=[name], **before | after), whole)
     start_again(use_ranks)
     assert_same(fit(resume="runs", **before), whole)
 
 
-def test_another_batch_size_of_a_run_that_has_ended_is_refused(use_ranks):
+def test_another_batch_size_of_a_run_that_has_ended_is_refused(use_ranks, late):
     fit(resume="runs")
     start_again(use_ranks)
     with pytest.raises(ValueError, match="global batch: 8 in the checkpoint, 16 now"):
@@ -346,7 +353,7 @@ def test_a_checkpoint_that_does_not_say_its_run_resumes_with_a_warning(
         (lambda x, y: [(x[i : i + 8], y[i : i + 8]) for i in range(0, 48, 8)], None),
     ],
 )
-def test_other_data_that_is_read_row_by_row(use_ranks, caplog, make, text):
+def test_other_data_that_is_read_row_by_row(use_ranks, late, caplog, make, text):
     def run(x, y):
         start_again(use_ranks)
         return fit(resume="runs", x=make(x, y), y=None, batch_size=None)
@@ -395,7 +402,7 @@ def test_a_generator_is_warned_of_at_the_start(caplog):
 
 
 @pytest.mark.parametrize("verbose", [0, 2])
-def test_where_training_resumes_is_always_printed_once(use_ranks, tmp_path, capsys, verbose):
+def test_where_training_resumes_is_always_printed_once(use_ranks, late, tmp_path, capsys, verbose):
     place = tmp_path / "runs" / "fit-1"
     for arguments in ({"epochs": 1}, {"epochs": 1}, {"epochs": 2}):
         start_again(use_ranks)
