@@ -7,6 +7,8 @@ import subprocess
 import sys
 import textwrap
 import time
+from functools import cache
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -25,50 +27,59 @@ from tnt_jax.adapters.base import Variables
 PATHS = ["run", "run.keras", "run.weights.h5"]
 
 
-@pytest.mark.parametrize("name", PATHS)
-@pytest.mark.parametrize("all_devices", [False, True])
-def test_resumed_training_equals_continued_training(tmp_path, name, all_devices):
-    model = make_model()
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A model after two epochs, what it saved to `folder`, and its next two epochs."""
+    folder, model = tmp_path_factory.mktemp("trained"), make_model()
     fit(model, epochs=2)
-    (model.save_weights if name.endswith("weights.h5") else model.save)(
-        tmp_path / name, tnt_save_all_devices=all_devices
+    for name, all_devices in zip(PATHS, (True, False, True), strict=True):
+        save = model.save_weights if name.endswith("weights.h5") else model.save
+        save(folder / name, tnt_save_all_devices=all_devices)
+    weights, outputs = model.get_weights(), model.predict(data()[0], verbose=0)
+    history = fit(model, initial_epoch=2, epochs=4).history
+    return SimpleNamespace(
+        folder=folder, weights=weights, outputs=outputs, history=history, model=model
     )
-    expected = fit(model, initial_epoch=2, epochs=4)
 
+
+@pytest.fixture(scope="module")
+def uncompiled(tmp_path_factory):
+    """A model that was not compiled, and what it saved to `folder`."""
+    folder, model = tmp_path_factory.mktemp("uncompiled"), tnt.Model(WithState())
+    model.build((None, 4))
+    for name in ("run", "run.keras"):
+        model.save(folder / name)
+    outputs = model.predict(data()[0], verbose=0)
+    return SimpleNamespace(folder=folder, weights=model.get_weights(), outputs=outputs)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_resumed_training_equals_continued_training(trained, name):
     other = make_model()
     other.build(data()[0])
-    other.load_weights(tmp_path / name)
+    other.load_weights(trained.folder / name)
     assert other.optimizer.iterations == 10
-    history = fit(other, initial_epoch=2, epochs=4)
-    assert history.history == expected.history
-    assert_equal_weights(other.get_weights(), model.get_weights())
+    assert fit(other, initial_epoch=2, epochs=4).history == trained.history
+    assert_equal_weights(other.get_weights(), trained.model.get_weights())
 
 
 @pytest.mark.parametrize("name", ["run", "run.keras"])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("saved", ["trained", "uncompiled"])
 @pytest.mark.parametrize("compile_again", [False, True])
-def test_load_model(tmp_path, compiled, compile_again, name):
-    model = make_model()
-    if compiled:
-        fit(model)
-    else:
-        model = tnt.Model(WithState())
-        model.build((None, 4))
-    model.save(tmp_path / name)
-    assert (tmp_path / name).is_file() == (name != "run")
+def test_load_model(request, saved, compile_again, name):
+    saved = request.getfixturevalue(saved)
+    path = saved.folder / name
+    assert path.is_file() == (name != "run")
     loaded = tnt.models.load_model(
-        tmp_path / name, compile=compile_again, custom_objects={"WithState": WithState}
+        path, compile=compile_again, custom_objects={"WithState": WithState}
     )
-    assert_equal_weights(loaded.get_weights(), model.get_weights())
-    np.testing.assert_array_equal(
-        loaded.predict(data()[0], verbose=0), model.predict(data()[0], verbose=0)
-    )
-    if not (compiled and compile_again):
-        with pytest.raises(RuntimeError, match=r"compiled first"):
-            fit(loaded)
+    assert_equal_weights(loaded.get_weights(), saved.weights)
+    np.testing.assert_array_equal(loaded.predict(data()[0], verbose=0), saved.outputs)
+    if hasattr(saved, "history") and compile_again:
+        assert fit(loaded, initial_epoch=2, epochs=4).history == saved.history
         return
-    expected = fit(model, initial_epoch=2, epochs=3).history
-    assert fit(loaded, initial_epoch=2, epochs=3).history == expected
+    with pytest.raises(RuntimeError, match=r"compiled first"):
+        fit(loaded)
 
 
 def test_load_model_compiles_with_the_same_arguments(tmp_path):
@@ -130,11 +141,10 @@ def test_nnx_models_are_saved_and_loaded_into_a_module(tmp_path):
     assert fit(loaded, initial_epoch=2, epochs=3).history == expected
 
 
-def test_safetensors_hold_the_variables_under_dotted_names(tmp_path):
+def test_safetensors_hold_the_variables_under_dotted_names(tmp_path, trained):
     from safetensors.numpy import load_file
 
-    model = make_model()
-    fit(model)
+    model = trained.model
     model.save_weights(tmp_path / "x.safetensors")
     tensors = load_file(tmp_path / "x.safetensors")
     np.testing.assert_array_equal(
@@ -161,32 +171,33 @@ def test_half_precision_survives_every_format(tmp_path):
         assert_equal_weights(*weights)
 
 
+@cache
+def built(module, **options):
+    model = tnt.Model(module, **options)
+    compile_linen(model)
+    model.build((None, 4))
+    return model
+
+
 @pytest.mark.parametrize("name", PATHS)
 def test_a_mismatch_names_the_leaves(tmp_path, name):
-    wide = tnt.Model(nn.Dense(5))
-    wide.build((None, 4))
-    wide.save_weights(tmp_path / name)
-    narrow = tnt.Model(nn.Dense(3))
-    narrow.build((None, 4))
+    built(nn.Dense(5)).save_weights(tmp_path / name)
+    narrow = built(nn.Dense(3))
     before = narrow.get_weights()
     with pytest.raises(
         ValueError, match=r"params/kernel \(file: float32\[4, 5\], model: float32\[4, 3\]\)"
     ):
         narrow.load_weights(tmp_path / name)
     assert_equal_weights(narrow.get_weights(), before)
-    deep = tnt.Model(Net())
-    deep.build((None, 4))
     with pytest.raises(
         ValueError, match=r"not in the file: params/Dense_0/bias.*not in the model: params/bias"
     ):
-        deep.load_weights(tmp_path / name)
+        built(Net()).load_weights(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", [*PATHS, "run.safetensors"])
 def test_what_does_not_fit_is_skipped_if_asked(tmp_path, name, caplog):
-    wide = tnt.Model(nn.Sequential([nn.Dense(8), nn.Dense(5)]), seed=1)
-    wide.compile("sgd", loss="mse")
-    wide.build((None, 4))
+    wide = built(nn.Sequential((nn.Dense(8), nn.Dense(5))), seed=1)
     wide.save_weights(tmp_path / name)
     narrow = tnt.Model(nn.Sequential([nn.Dense(8), nn.Dense(3), nn.Dense(2)]), seed=2)
     narrow.compile("adam", loss="mse")
@@ -209,20 +220,17 @@ def test_what_does_not_fit_is_skipped_if_asked(tmp_path, name, caplog):
         np.testing.assert_array_equal(after[layer]["kernel"], before[layer]["kernel"])
 
 
-def test_the_state_of_another_optimizer_is_left_out(tmp_path, caplog):
-    model = make_model()
-    fit(model)
-    model.save_weights(tmp_path / "run")
+def test_the_state_of_another_optimizer_is_left_out(trained, caplog):
     other = make_model(optimizer="adam")
     other.build(data()[0])
     logger = __import__("logging").getLogger("tnt_jax")
     logger.addHandler(caplog.handler)
     try:
-        other.load_weights(tmp_path / "run")
+        other.load_weights(trained.folder / "run")
     finally:
         logger.removeHandler(caplog.handler)
     assert "The optimizer starts from a new state" in caplog.text
-    assert_equal_weights(other.get_weights(), model.get_weights())
+    assert_equal_weights(other.get_weights(), trained.weights)
     assert other.optimizer.iterations == 0
 
 
@@ -250,8 +258,7 @@ def test_errors_say_what_to_do(tmp_path):
 
 @pytest.mark.parametrize("name", ["x.h5", "x.npz", "x.pkl", "runs/x.NPZ", "x.png"])
 def test_names_of_files_in_other_forms_are_refused(tmp_path, name):
-    model = make_model()
-    model.build((None, 4))
+    model = built(nn.Dense(3))
     calls = [
         model.save,
         model.save_weights,
@@ -271,7 +278,8 @@ def test_names_of_files_in_other_forms_are_refused(tmp_path, name):
 
 
 def test_set_weights_changes_the_model_and_keeps_the_optimizer():
-    model = make_model()
+    model = tnt.Model(nn.Dense(3))
+    compile_linen(model, momentum=0.9)
     fit(model)
     weights = [w + 1 for w in model.get_weights()]
     model.set_weights(weights)
