@@ -48,8 +48,10 @@ def weights_of(rows):
 
 
 CASES = {
-    # 30 and 13 rows do not divide by 8: every batch is padded, the last one of each epoch more.
-    "mlp, momentum, padded": (Mlp(), optax.sgd(0.1, momentum=0.9), images(43), {"batch_size": 30, "virtual_ranks": 8}, (1, 8)),
+    # 30 and 13 rows divide neither by 4 nor by 8: every batch is padded, the last one of each epoch
+    # more.
+    "mlp, momentum, padded": (Mlp(), optax.sgd(0.1, momentum=0.9), images(43), {"batch_size": 30, "virtual_ranks": 4}, (1, 2)),
+    "mlp, momentum, padded, 8": (Mlp(), optax.sgd(0.1, momentum=0.9), images(43), {"batch_size": 30, "virtual_ranks": 8}, (1, 8)),
     "mlp, weighted": (
         Mlp(), optax.adam(0.01), images(32),
         {"batch_size": 16, "virtual_ranks": 4, "sample_weight": weights_of(32)}, (1, 4),
@@ -64,6 +66,7 @@ CASES = {
 
 # Those that show least beside the others, or take longest.
 LONG = (
+    "mlp, momentum, padded, 8",
     "conv net, batch norm, dropout, adam",
     "mlp, weighted",
     "mlp, bfloat16",
