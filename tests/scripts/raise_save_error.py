@@ -10,7 +10,7 @@ import numpy as np
 import tnt_jax as tnt
 from tnt_jax.train.checkpoints import checkpoint
 
-FOLDER, STEPS = sys.argv[1], 500
+FOLDER, STEPS = sys.argv[1], 100
 
 
 def batches():
@@ -18,7 +18,7 @@ def batches():
     x = np.ones((8, 4), np.float32)
     for index in range(2 * STEPS):
         if index > STEPS:
-            time.sleep(0.03)
+            time.sleep(0.15)
         yield x, x[:, :1]
 
 

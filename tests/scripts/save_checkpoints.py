@@ -1,4 +1,6 @@
-"""Checkpoints of a job, as `save_checkpoints.py CASE DIRECTORY`; process 0 prints what happened."""
+"""Checkpoints of a job, as `save_checkpoints.py DIRECTORY CASE...`; each process prints what
+happened. A case has the folder of its name in the directory.
+"""
 
 import logging
 import resource
@@ -18,7 +20,6 @@ from tnt_jax.train.checkpoints.checkpoint import Checkpoints
 from tnt_jax.train.state import create_state, state_arrays, with_arrays
 from tnt_jax.train.steps.sharded_step import shardings
 
-CASE, DIRECTORY = sys.argv[1], Path(sys.argv[2])
 MESH = tnt.init().mesh
 HERE = jax.process_index()
 WARNINGS = []
@@ -49,8 +50,8 @@ def make_state(step, *, spread):
 
 
 def tell(text):
-    """Prints a text with the number of the process."""
-    print(f"{HERE} {text}", flush=True)
+    """Prints a text with the number of the process and the case."""
+    print(f"{HERE} {DIRECTORY.name}: {text}", flush=True)
 
 
 def limit_files(num_bytes):
@@ -136,4 +137,7 @@ CASES = {
     "locked": locked,
     "alone": alone,
 }
-CASES[CASE]()
+for case in sys.argv[2:]:
+    DIRECTORY = Path(sys.argv[1], case)
+    WARNINGS.clear()
+    CASES[case]()
