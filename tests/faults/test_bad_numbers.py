@@ -1,6 +1,7 @@
 """Steps that are not finite leave no trace in the state, alike on all ranks, in every kind of step."""
 
 import json
+from functools import partial
 
 import jax
 import numpy as np
@@ -178,14 +179,14 @@ def test_steps_that_rollback_undid_before_are_counted_on(use_ranks, tmp_path, mo
     use_ranks(2)
     x, y = rows(8 * 30)
     x[[8 * 2, 8 * 24]] = np.nan
-    callbacks = []
+    callbacks, plain = [], {"on_nan": "rollback", "epochs": 1, "net": Net(plain=True)}
     if between == "another copy":
         monkeypatch.setattr(number_watch, "COPY_STEPS", 10)
     else:
         callbacks = [tnt.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=12)]
         with pytest.raises(InterruptedError):
-            fit(x, y, on_nan="rollback", epochs=1, callbacks=[*callbacks, Ending()])
-    model, history = fit(x, y, on_nan="rollback", epochs=1, callbacks=callbacks)
+            fit(x, y, callbacks=[*callbacks, Ending()], **plain)
+    model, history = fit(x, y, callbacks=callbacks, **plain)
     assert 0 < int(model.state.step) < 30 - 7
     assert history["skipped_steps"] == [30 - int(model.state.step)]
 
@@ -210,14 +211,15 @@ def test_rollback_that_undoes_every_step_is_not_silent(use_ranks, bad_row, is_lo
     use_ranks(2)
     x, y = rows(64)
     x[bad_row] = np.nan
+    run = partial(fit, x, y, on_nan="rollback", epochs=3, net=Net(plain=True))
     if not is_lost:
         # Later steps of the epoch are kept.
-        _, history = fit(x, y, on_nan="rollback", epochs=3)
+        _, history = run()
         assert max(history["skipped_steps"]) < 8
         return
     lost = pytest.raises(FloatingPointError, match=r"Two epochs in a row were lost.* of epoch 2")
     with kept_warnings() as texts, lost:
-        fit(x, y, on_nan="rollback", epochs=3)
+        run()
     told = [text for text in texts if "has undone every step of epoch 1, which changed no" in text]
     assert len(told) == 1
 
@@ -243,7 +245,7 @@ def test_steps_that_were_skipped_are_steps_that_were_run(use_ranks):
     use_ranks(2)
     x, y = rows(40)
     x[NAN_ROW] = np.nan
-    model, _ = fit(x, y, on_nan="skip", epochs=1)
+    model, _ = fit(x, y, on_nan="skip", epochs=1, net=Net(plain=True))
     assert (int(model.state.step), model._shared.progress.num_steps) == (4, 5)
 
 
