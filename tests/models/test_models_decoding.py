@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from tnt_jax import models
 from tnt_jax.models.decoding import EOS_ID
 
+LONG = pytest.mark.long
 VOCAB, NUM_STATES = 4, 97
 ROWS = np.array([11, 5, 60], np.int32)
 
@@ -69,13 +70,19 @@ def cut(tokens_L):
     return tuple(tokens[: tokens.index(EOS_ID) + 1]) if EOS_ID in tokens else tuple(tokens)
 
 
+@partial(jax.jit, static_argnames=("num_beams", "length", "alpha"))
+def beam_search(table, rows, *, num_beams, **settings):
+    return models.beam_search(
+        partial(table_step, table),
+        states(rows, num_beams),
+        rows_B=rows,
+        num_beams=num_beams,
+        **settings,
+    )
+
+
 def search(table, rows, **settings):
-    found = jax.jit(
-        lambda rows: models.beam_search(
-            partial(table_step, table), states(rows, settings["num_beams"]), rows_B=rows, **settings
-        )
-    )(jnp.asarray(rows))
-    return jax.tree.map(np.asarray, found)
+    return jax.tree.map(np.asarray, beam_search(table, rows, **settings))
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
@@ -121,8 +128,14 @@ def python_beam_search(table, row, num_beams, length, alpha):
     return max(finished) if finished else (alive[0][1] / penalty(length, alpha), alive[0][0])
 
 
-@pytest.mark.parametrize("num_beams", [1, 2, 4])
-@pytest.mark.parametrize("alpha", [0.0, 0.6, 3.0])
+# Each value in the default run; `pytest -m long` tries them all together.
+PRUNING = [
+    case if case in {(4, 0.0), (1, 0.6), (2, 0.6), (2, 3.0)} else pytest.param(*case, marks=LONG)
+    for case in itertools.product((1, 2, 4), (0.0, 0.6, 3.0))
+]
+
+
+@pytest.mark.parametrize(("num_beams", "alpha"), PRUNING)
 def test_beam_search_that_prunes_equals_plain_python(table, num_beams, alpha):
     rows = np.arange(0, 96, 8, dtype=np.int32)
     found = search(table, rows, num_beams=num_beams, length=7, alpha=alpha)
@@ -158,11 +171,11 @@ def test_the_worked_length_penalty():
 
 
 def greedy(table, rows, length):
-    return jax.jit(
-        lambda rows: models.greedy_search(
-            partial(table_step, table), states(rows, 1), rows_B=rows, length=length
-        )
-    )(jnp.asarray(rows))
+    def run(rows):
+        step = partial(table_step, table)
+        return models.greedy_search(step, states(rows, 1), rows_B=rows, length=length)
+
+    return jax.tree.map(np.asarray, jax.jit(run)(rows))
 
 
 def test_greedy_search_equals_plain_python(table):
@@ -210,7 +223,7 @@ SOURCES = np.array([[3, 4, 5, 1], [6, 8, 1, 0], [7, 1, 0, 0], [2, 2, 2, 1]], np.
 @pytest.fixture(scope="module")
 def trained_like():
     """Variables of a Translator with sharper logits than fresh ones."""
-    variables = translator().init(jax.random.key(3), SOURCES)
+    variables = jax.jit(translator().init)(jax.random.key(3), SOURCES)
     return {"params": {**variables["params"], "embedding": 2 * variables["params"]["embedding"]}}
 
 
@@ -270,7 +283,7 @@ def test_translator_inside_shard_map_equals_one_device(trained_like, num_devices
     sharded = jax.shard_map(
         partial(module.apply, trained_like), mesh=mesh, in_specs=P("data"), out_specs=P("data")
     )
-    found, expected = jax.jit(sharded)(SOURCES), module.apply(trained_like, SOURCES)
+    found, expected = jax.jit(sharded)(SOURCES), jax.jit(module.apply)(trained_like, SOURCES)
     np.testing.assert_array_equal(found["outputs"], expected["outputs"])
     np.testing.assert_allclose(found["scores"], expected["scores"], rtol=1e-5)
 
