@@ -129,13 +129,21 @@ def test_only_what_is_listed_can_be_named(name):
         Rebuilder()({"import": name})
 
 
-@pytest.mark.parametrize("index", range(len(hostile())))
-@pytest.mark.parametrize("where", ["module", "options", "compile"])
-def test_a_hostile_directory_runs_nothing(tmp_path, evil, index, where):
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """Returns the directory of a saved model."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
     model = tnt.Model(nn.Dense(3))
     model.compile("sgd", loss="mse")
     model.build((None, 4))
-    model.save(tmp_path / "run")
+    model.save(folder)
+    return folder
+
+
+@pytest.mark.parametrize("index", range(len(hostile())))
+@pytest.mark.parametrize("where", ["module", "options", "compile"])
+def test_a_hostile_directory_runs_nothing(tmp_path, directory, evil, index, where):
+    shutil.copytree(directory, tmp_path / "run")
     (notes_file,) = (tmp_path / "run").glob("*/about/metadata")
     about = json.loads(notes_file.read_text())
     notes, planted = about["notes"], hostile()[index]

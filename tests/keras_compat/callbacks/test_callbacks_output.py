@@ -36,11 +36,17 @@ def small_model(**sgd):
     return model
 
 
+@pytest.fixture(scope="module")
+def any_model():
+    """A model for callbacks that do not ask what it was trained on before."""
+    return small_model()
+
+
 # Profiles, pictures, programs
 
 
-def test_runtime_profiler(tmp_path, capsys):
-    model = small_model()
+def test_runtime_profiler(tmp_path, capsys, any_model):
+    model = any_model
     profiler = callbacks.RuntimeProfiler(8, logging_freq=2, print_freq=4)
     fit(model, profiler, epochs=2)
     assert [(r["epoch"], r["iteration"]) for r in profiler.records] == [
@@ -71,12 +77,11 @@ def test_runtime_profiler(tmp_path, capsys):
         callbacks.RuntimeProfiler(logging_freq=0)
 
 
-def test_runtime_profiler_leaves_validation_out(monkeypatch):
-    model = small_model()
+def test_runtime_profiler_leaves_validation_out(any_model):
     slow = callbacks.LambdaCallback(on_test_begin=lambda logs: __import__("time").sleep(0.5))
     profiler = callbacks.RuntimeProfiler()
-    fit(model, None, epochs=1)
-    fit(model, [profiler, slow], epochs=1)
+    fit(any_model, None, epochs=1)
+    fit(any_model, [profiler, slow], epochs=1)
     assert profiler.epochs[0]["epoch_runtime_s"] < 0.5
 
 
@@ -143,10 +148,9 @@ def test_tensorboard_writes_keras_tags_at_keras_steps(tmp_path, update_freq):
                 ), (label, key)
 
 
-def test_tensorboard_histograms_and_profile(tmp_path):
-    model = small_model()
+def test_tensorboard_histograms_and_profile(tmp_path, any_model):
     fit(
-        model,
+        any_model,
         callbacks.TensorBoard(
             tmp_path, histogram_freq=2, write_steps_per_second=True, profile_batch=(2, 3)
         ),
@@ -284,9 +288,9 @@ def test_tensorboard_writes_the_layers_of_a_keras_model_as_keras_does(tmp_path):
     assert layers == [("keras", 0)] * 2
 
 
-def test_keras_tensorboard_draws_histograms_of_a_linen_model(tmp_path):
+def test_keras_tensorboard_draws_histograms_of_a_linen_model(tmp_path, any_model):
     pytest.importorskip("tensorboard")
-    fit(small_model(), [keras.callbacks.TensorBoard(str(tmp_path), histogram_freq=1)], epochs=1)
+    fit(any_model, [keras.callbacks.TensorBoard(str(tmp_path), histogram_freq=1)], epochs=1)
     tags = {event[0] for event in events(tmp_path / "train")}
     assert "Dense_0/kernel/histogram" in tags
 
@@ -404,9 +408,9 @@ def linen_like(weights):
     return model
 
 
-def test_keras_progress_bar_and_history_are_not_doubled(capsys):
+def test_keras_progress_bar_and_history_are_not_doubled(capsys, any_model):
     history = keras.callbacks.History()
-    result = fit(small_model(), [history, keras.callbacks.ProgbarLogger()], epochs=2, verbose=1)
+    result = fit(any_model, [history, keras.callbacks.ProgbarLogger()], epochs=2, verbose=1)
     assert result.history == history.history
     out = capsys.readouterr().out
     assert out.count("Epoch 1/2") == 1
