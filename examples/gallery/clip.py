@@ -7,6 +7,7 @@ Each image is compared with all texts of the global batch, on any number of devi
 """
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -60,9 +61,9 @@ def main(epochs=12):
     model.fit({"image": images, "text": np.stack(texts)}, batch_size=64, epochs=epochs)
 
     english = np.stack([spelled(name) for name in NAMES[0]])
-    module, variables = model.module, model.variables
-    image, _ = module.apply(variables, test_images, np.zeros((len(test_images), 8), np.int32))
-    _, text = module.apply(variables, np.zeros((10, 8, 8, 1), np.float32), english)
+    apply, variables = jax.jit(model.module.apply), model.variables
+    image, _ = apply(variables, test_images, np.zeros((len(test_images), 8), np.int32))
+    _, text = apply(variables, np.zeros((10, 8, 8, 1), np.float32), english)
     accuracy = float(np.mean(np.argmax(image @ text.T, axis=-1) == test_labels))
     if tnt.is_master_rank():
         print(f"zero-shot accuracy: {accuracy:.3f}")

@@ -22,7 +22,7 @@ critic = nn.Sequential([nn.Dense(128), nn.leaky_relu, nn.Dense(1)])
 
 def initialized(net, seed, width):
     """Returns the parameters of a network with an optimizer."""
-    params = net.init(jax.random.key(seed), np.zeros((1, width)))["params"]
+    params = jax.jit(net.init)(jax.random.key(seed), np.zeros((1, width)))["params"]
     return TrainState.create(apply_fn=net.apply, params=params, tx=optax.adam(1e-3, b1=0.5))
 
 
@@ -62,7 +62,7 @@ def main(epochs=150):
             state, _ = train_step(state, batch, jax.random.key(2))
 
     noise = np.random.default_rng(0).normal(size=(200, LATENTS))
-    drawn = np.asarray(generator.apply({"params": state[0].params}, noise))
+    drawn = np.asarray(jax.jit(generator.apply)({"params": state[0].params}, noise))
     distances = [np.linalg.norm(x[:, None] - images, axis=-1) for x in (drawn, images[:200])]
     # The nearest to a real digit is itself.
     nearest = [np.sort(d, axis=1)[:, n].mean() for n, d in enumerate(distances)]

@@ -60,7 +60,11 @@ def test_a_program_is_below_80_lines_and_says_how_it_is_started(name):
     [pytest.param(x, marks=pytest.mark.long) if x in LONG else x for x in PROGRAMS],
     indirect=True,
 )
-def test_a_program_gives_on_four_devices_what_it_gives_on_one(program, use_ranks):
+def test_a_program_gives_on_four_devices_what_it_gives_on_one(program, use_ranks, monkeypatch):
+    if hasattr(program, "load"):
+        # Seven batches of digits, of which the last is smaller, show what an epoch shows.
+        (images, labels), held_out = program.load()
+        monkeypatch.setattr(program, "load", lambda: ((images[:400], labels[:400]), held_out))
     found = []
     for ranks in (1, 4):
         use_ranks(ranks)
