@@ -124,8 +124,14 @@ MODELS = {
 
 @cache
 def fresh_variables(name):
-    inputs = jax.tree.map(lambda x: x[:1], make_rows(1)[0])
-    return jax.device_get(jax.jit(MODELS[name][0].init)(jax.random.key(0), **inputs))
+    """Returns variables drawn by NumPy: the models' own initialisation is a program each."""
+    rng = np.random.default_rng(0)
+    variables = jax.eval_shape(MODELS[name][0].init, jax.random.key(0), **make_rows(1)[0])
+    params = jax.tree.map(lambda x: rng.normal(0, 0.4, x.shape).astype("f4"), variables["params"])
+    # Moving statistics, of which one is a variance.
+    return jax.tree.map(lambda x: rng.uniform(0.1, 1, x.shape).astype("f4"), dict(variables)) | {
+        "params": params
+    }
 
 
 def compiled(name, *, optimizer=None, model_options=None, **options):
@@ -138,8 +144,6 @@ def compiled(name, *, optimizer=None, model_options=None, **options):
     return model, variables
 
 
-# Without `jit`, every operation is compiled for every shape.
-@partial(jax.jit, static_argnames=("name", "train"))
 def _loss_of(name, params, stats, x, y, *, train):
     """Returns the mean loss of a batch, and the model state after it."""
     module, objective = MODELS[name]
@@ -165,8 +169,9 @@ def _gradients(name, params, stats, x, y):
 
 
 @partial(jax.jit, static_argnames="name")
-def _outputs(name, variables, inputs):
-    return MODELS[name][0].apply(variables, **inputs)
+def _evaluated(name, params, stats, x, y):
+    loss, _ = _loss_of(name, params, stats, x, y, train=False)
+    return loss, MODELS[name][0].apply({"params": params, **stats}, **x)
 
 
 def _batches(x, y, size):
@@ -182,7 +187,7 @@ def plain_loop(name, num_examples, size, **options):
     return plain_steps(name, _batches(*make_rows(num_examples), size), **options)
 
 
-def plain_steps(name, batches, *, epochs=2, accumulated=1, momentum=None):
+def plain_steps(name, batches, *, epochs=2, accumulated=1, momentum=0.0):
     """Returns the loss of each epoch, and the variables, after training by plain gradient descent.
 
     Args:
@@ -190,18 +195,18 @@ def plain_steps(name, batches, *, epochs=2, accumulated=1, momentum=None):
     """
     variables = fresh_variables(name)
     params, stats = variables["params"], {k: v for k, v in variables.items() if k != "params"}
-    optimizer = optax.sgd(0.1, momentum=momentum)
-    opt_state, losses, pending = optimizer.init(params), [], []
+    moved, losses, pending = jax.tree.map(np.zeros_like, params), [], []
     for _ in range(epochs):
         total = 0.0
-        for inputs, targets in batches:
-            (loss, stats), grads = _gradients(name, params, stats, inputs, targets)
-            total += float(loss) * len(targets)
+        for batch in batches:
+            # Updates in NumPy: outside of `jit`, each operation on each shape is a program.
+            (loss, stats), grads = jax.device_get(_gradients(name, params, stats, *batch))
+            total += loss * len(batch[1])
             pending.append(grads)
             if len(pending) == accumulated:
                 mean = jax.tree.map(lambda *g: sum(g) / accumulated, *pending)
-                updates, opt_state = optimizer.update(mean, opt_state)
-                params, pending = optax.apply_updates(params, updates), []
+                moved = jax.tree.map(lambda m, g: momentum * m + g, moved, mean)
+                params, pending = jax.tree.map(lambda p, m: p - 0.1 * m, params, moved), []
         losses.append(total / sum(len(targets) for _, targets in batches))
     return losses, {"params": params, **stats}
 
@@ -209,20 +214,19 @@ def plain_steps(name, batches, *, epochs=2, accumulated=1, momentum=None):
 def plain_evaluation(name, variables, x, y, size):
     """Returns the loss over batches of `size` rows, and the outputs of the model for them."""
     params, stats = variables["params"], {k: v for k, v in variables.items() if k != "params"}
-    batches = _batches(x, y, size)
-    losses = [
-        float(_loss_of(name, params, stats, inputs, targets, train=False)[0]) * len(targets)
-        for inputs, targets in batches
-    ]
-    outputs = [_outputs(name, variables, inputs) for inputs, _ in batches]
-    return sum(losses) / len(y), jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
+    losses, outputs = zip(
+        *(_evaluated(name, params, stats, *batch) for batch in _batches(x, y, size)), strict=True
+    )
+    sizes = [min(size, len(y) - first) for first in range(0, len(y), size)]
+    joined = jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
+    return np.average(losses, weights=sizes), joined
 
 
 def shard_of(process, num_processes):
     """Returns the batches of a process that brings rows of its own; shards differ in length."""
-    x, y = make_rows(29)
-    first, last = (29 * (number**2) // num_processes**2 for number in (process, process + 1))
-    return _batches(jax.tree.map(lambda a: a[first:last], x), y[first:last], 4)
+    x, y = make_rows(31)
+    first, last = (31 * (number**2) // num_processes**2 for number in (process, process + 1))
+    return _batches(jax.tree.map(lambda a: a[first:last], x), y[first:last], 8)
 
 
 def joined_shards(num_processes):

@@ -15,13 +15,12 @@ from batch_models import compiled, make_rows, shard_of
 
 import tnt_jax as tnt
 
-x, y = make_rows(29)
+x, y = make_rows(22)
 results = {}
-for name in ("clip", "batch mean"):
-    model, _ = compiled(name)
-    history = model.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0).history
-    outputs = model.predict(x, batch_size=10, verbose=0)
-    results[name] = (np.array(history["loss"]), model.variables, outputs)
+model, _ = compiled("clip")
+history = model.fit(x, y, batch_size=9, epochs=2, shuffle=False, verbose=0).history
+outputs = model.predict(x, batch_size=22, verbose=0)
+results["clip"] = np.array(history["loss"]), model.variables, outputs
 model, _ = compiled("batch mean")
 own = shard_of(tnt.get_process_index(), tnt.get_process_count())
 history = model.fit(own, epochs=2, tnt_distribute_dataset=False, verbose=0).history
