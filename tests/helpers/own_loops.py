@@ -1,5 +1,7 @@
 """Loops of one's own that tests train: their states, steps and losses."""
 
+from functools import partial
+
 import jax
 import optax
 from flax.training.train_state import TrainState
@@ -15,7 +17,9 @@ class State(TrainState):
 
 def make_state(net, tx, x, seed=0):
     """Returns a fresh state for a `Net`."""
-    variables = net.init(jax.random.key(seed), x[:1], train=False)
+    # Without `jit`, each operation is a program of its own.
+    init = jax.jit(partial(net.init, train=False))
+    variables = init(jax.random.key(seed), x[:1])
     return State.create(
         apply_fn=net.apply,
         params=variables["params"],
