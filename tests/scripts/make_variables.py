@@ -43,7 +43,7 @@ def fail(*arguments):
     raise MemoryError("no memory for the variables")
 
 
-def main():
+def found_by_process():
     tnt.init()
     process, found, run = tnt.get_process_index(), {}, coming._run
     made = []
@@ -71,7 +71,9 @@ def main():
     if process == 0:
         digest(evaluated)  # The others are elsewhere, and need not be asked.
     tnt.barrier()
-    Path(sys.argv[1], f"process{process}").write_text(json.dumps(found))
+    return found
 
 
-main()
+if __name__ == "__main__":
+    found = found_by_process()
+    Path(sys.argv[1], f"process{tnt.get_process_index()}").write_text(json.dumps(found))

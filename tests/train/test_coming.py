@@ -4,6 +4,7 @@ happens meanwhile.
 
 import json
 import re
+import runpy
 import signal
 import threading
 
@@ -25,14 +26,16 @@ Y = X.sum(1).reshape(-1, 1)
 class Net(nn.Module):
     """A network of this file alone, so that no other test has compiled its programs."""
 
+    rate: float = 0.0
+
     @nn.compact
     def __call__(self, x, train=False):
         x = nn.BatchNorm(use_running_average=not train)(nn.Dense(6)(x))
-        return nn.Dense(1)(nn.Dropout(0.2, deterministic=not train)(x))
+        return nn.Dense(1)(nn.Dropout(self.rate, deterministic=not train)(x))
 
 
-def make_model(optimizer=None, **options):
-    model = tnt.Model(Net(), **options)
+def make_model(optimizer=None, *, rate=0.0, **options):
+    model = tnt.Model(Net(rate), **options)
     model.compile(optimizer or optax.sgd(0.1, momentum=0.9), loss="mse")
     return model
 
@@ -89,13 +92,10 @@ def centered(learning_rate):
 @pytest.mark.parametrize(
     ("num_ranks", "optimizer", "options"),
     [
-        (1, None, {}),
-        (4, optax.adamw(0.01), {}),
-        (2, optax.inject_hyperparams(optax.adam)(0.01), {}),
+        (4, optax.adamw(0.01), {"shard_optimizer_state": True}),
+        (2, optax.inject_hyperparams(optax.adam)(0.01), {"precision": "mixed_bfloat16"}),
         (1, optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(), {"frozen": ["Dense_0"]}),
         (2, tnt.optimizers.SGD(0.1, gradient_accumulation_steps=2), {}),
-        (2, None, {"precision": "mixed_bfloat16"}),
-        (2, None, {"shard_optimizer_state": True}),
         (1, centered(0.1), {}),
     ],
 )
@@ -103,6 +103,7 @@ def test_variables_of_the_thread_are_those_that_are_made_at_once(
     use_ranks, makers, at_once, num_ranks, optimizer, options
 ):
     use_ranks(num_ranks)
+    options = {"rate": 0.2, **options}
     found = fit(make_model(optimizer, **options))
     assert makers == ["tnt_jax-variables"]
     assert_same(found, at_once(lambda: fit(make_model(optimizer, **options))))
@@ -222,13 +223,13 @@ def test_without_compilation_nothing_is_made_in_a_thread(use_ranks, makers):
 
 
 @pytest.mark.multiprocess
-def test_process_0_makes_the_variables_of_all_and_its_errors_are_theirs(tmp_path):
-    for num_processes in (1, 2):
-        (folder := tmp_path / str(num_processes)).mkdir()
-        done = launch(num_processes, SCRIPTS / "make_variables.py", folder)
-        assert done.returncode == 0, done.stdout + done.stderr
-    (alone,) = [json.loads(file.read_text()) for file in (tmp_path / "1").iterdir()]
-    first, second = [json.loads((tmp_path / "2" / f"process{i}").read_text()) for i in (0, 1)]
+def test_process_0_makes_the_variables_of_all_and_its_errors_are_theirs(use_ranks, tmp_path):
+    script = SCRIPTS / "make_variables.py"
+    done = launch(2, script, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    use_ranks(1)
+    alone = runpy.run_path(str(script))["found_by_process"]()
+    first, second = [json.loads((tmp_path / f"process{i}").read_text()) for i in (0, 1)]
     assert (first["of build"], first["of fit"]) == (1, 2) == (alone["of build"], alone["of fit"])
     assert (second["of build"], second["of fit"]) == (0, 0)
     assert first["built"] == second["built"] == alone["built"]
