@@ -26,11 +26,12 @@ class Net(nn.Module):
     """A network of this file alone, so that no other test has compiled its step."""
 
     width: int = 4
+    rate: float = 0.0
 
     @nn.compact
     def __call__(self, x, train=False):
-        hidden = nn.Dropout(0.2, deterministic=not train)(nn.relu(nn.Dense(self.width)(x)))
-        return nn.Dense(1)(hidden)
+        x = nn.relu(nn.Dense(self.width)(x))
+        return nn.Dense(1)(nn.Dropout(self.rate, deterministic=not train)(x))
 
 
 class CannotTrain(nn.Module):
@@ -80,10 +81,8 @@ def batches():
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
     [
-        (1, {}),
         (1, {"data": True}),
-        (4, {"on_nan": "skip"}),
-        (4, {"steps_per_execution": 5}),
+        (4, {"on_nan": "skip", "steps_per_execution": 5}),
         (2, {"shard_optimizer_state": True}),
         (4, {"mesh": {"data": 2, "fsdp": 2}}),
     ],
@@ -94,10 +93,10 @@ def test_the_step_is_compiled_once_in_the_thread_and_has_the_same_bits(
     use_ranks(num_ranks)
     options = dict(options)
     data = batches() if options.pop("data", False) else None
-    weights = fit(make_model(**options), data=data)
+    weights = fit(make_model(Net(rate=0.2), **options), data=data)
     assert compiled == {"tnt_jax-compile": 1}
     monkeypatch.setattr(FitLoop, "trains", False)
-    expected = fit(make_model(**options), data=data)
+    expected = fit(make_model(Net(rate=0.2), **options), data=data)
     assert compiled == {"tnt_jax-compile": 1, "main": 1}
     for one, other in zip(weights, expected, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -116,7 +115,6 @@ def test_a_batch_of_another_shape_is_compiled_by_its_own_step(use_ranks, compile
     ("num_ranks", "options"),
     [
         (1, {}),
-        (4, {}),
         (4, {"steps_per_execution": 2}),
         (2, {"shard_optimizer_state": True}),
         (4, {"mesh": {"data": 2, "fsdp": 2}}),
@@ -364,8 +362,7 @@ def test_data_that_fails_meanwhile_raises_its_error_and_can_be_read_again(use_ra
     ("targets", "like"),
     [
         (Y[:40], Y[:6]),  # Fewer rows are announced.
-        (Y[:40], np.zeros((40, 1), np.int32)),
-        (Y[:40], np.zeros((40, 3), np.float32)),
+        (Y[:40], np.zeros((40, 3), np.int32)),
         (Y[:5], Y),
     ],
 )
