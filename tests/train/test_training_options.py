@@ -41,25 +41,25 @@ def test_invalid_options_of_compile(options, message):
 def test_objective_equals_the_loss_it_spells_out(use_ranks, num_ranks):
     use_ranks(num_ranks)
     net = Net(dropout=0.3)
-    x, y, weight = make_data(27)
 
     def objective(params, batch, rngs):
         logits = net.apply({"params": params}, batch.inputs, train=bool(rngs), rngs=rngs)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
         return losses, {"accuracy": (jnp.argmax(logits, -1) == batch.targets).astype(jnp.float32)}
 
+    x, y, weight = make_data(18)
     results = []
     for settings in ({"loss": crossentropy(), "metrics": ["accuracy"]}, {"objective": objective}):
         model = tnt.Model(net)
         model.compile(optax.sgd(0.1), **settings)
         history = model.fit(
-            x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, sample_weight=weight
+            x, y, batch_size=9, epochs=2, shuffle=False, verbose=0, sample_weight=weight
         ).history
         results.append(
             (
                 history,
                 model.variables,
-                model.evaluate(x, y, batch_size=10, verbose=0, return_dict=True),
+                model.evaluate(x, y, batch_size=9, verbose=0, return_dict=True),
             )
         )
     assert_close(results[1], results[0])
@@ -81,7 +81,7 @@ def test_fit_runs_where_jit_is_disabled(use_ranks):
 
 def test_objective_with_the_models_own_forward_pass_keeps_model_state(use_ranks):
     use_ranks(4)
-    x, y, _ = make_data(27)
+    x, y, _ = make_data(16)
     net = Net(batch_norm=True, dropout=0.3, axis_name="data")
 
     def objective(params, batch, rngs, apply):
