@@ -417,3 +417,23 @@ def test_the_backup_before_the_last_is_used_where_that_cannot_be_read(
 def test_a_backup_needs_a_directory():
     with pytest.raises(ValueError, match="backup_dir must name a directory"):
         callbacks.BackupAndRestore("")
+
+
+def test_a_start_that_fails_leaves_the_csv_file_of_the_interrupted_run(tmp_path):
+    file = tmp_path / "log.csv"
+
+    def fit(model, *extra):
+        logger = callbacks.CSVLogger(file)
+        backup = callbacks.BackupAndRestore(tmp_path / "backup")
+        model.fit(*data(44), batch_size=8, epochs=4, verbose=0, callbacks=[logger, backup, *extra])
+
+    with pytest.raises(Crash):
+        fit(make_model(), CrashAt(13))
+    rows = file.read_bytes()
+    assert len(rows.splitlines()) == 3
+    with pytest.raises(ValueError, match="optimizer"):
+        fit(make_model(tnt.optimizers.SGD(0.01)))
+    assert file.read_bytes() == rows
+    fit(make_model())
+    assert file.read_bytes().startswith(rows)
+    assert len(file.read_text().splitlines()) == 5

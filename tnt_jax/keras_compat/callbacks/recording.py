@@ -134,7 +134,8 @@ class CSVLogger(Callback):
         self._file: IO[str] | None = None
         self._writer: Any = None
         self._written: set[str] = set()
-        self._replaced = b""
+        # Bytes of an earlier run's file that this one goes on with; None for all of them.
+        self._kept: int | None = None
 
     def state(self) -> dict[str, Any]:
         """Returns the file, and how far it is written."""
@@ -150,8 +151,7 @@ class CSVLogger(Callback):
         if self._file is None or state["filename"] != os.path.abspath(self.filename):
             return
         if not self.append:
-            self._file.write(self._replaced[: state["size"]].decode())
-            self._file.flush()
+            self._kept = state["size"]
             return
         with open(self.filename) as file:
             file.seek(state["size"])
@@ -160,11 +160,10 @@ class CSVLogger(Callback):
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Opens the file."""
         if self.writes:
-            # A resumed run needs it, which is known only when all callbacks have begun.
-            is_replaced = not self.append and os.path.exists(self.filename)
-            self._replaced = Path(self.filename).read_bytes() if is_replaced else b""
+            # A resumed run needs what is there, which a start that fails leaves as it is.
+            self._kept = None if self.append else 0
             # The csv module ends lines by itself; Keras leaves that to the text file as well.
-            self._file = open(self.filename, "a" if self.append else "w")  # noqa: SIM115
+            self._file = open(self.filename, "a+")  # noqa: SIM115
             self._writer = None
             self._written = set()
 
@@ -176,8 +175,13 @@ class CSVLogger(Callback):
             rows = list(csv.reader(self._file, delimiter=self.separator))
             self._written = {row[0] for row in rows[-1:] if row}
 
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Drops what an earlier run has written, except what this one goes on with."""
+        self._drop_earlier()
+
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Writes a row."""
+        self._drop_earlier()  # A loop of one's own may leave out the beginning.
         if self._file is None or str(epoch) in self._written:
             return
         logs = logs or {}
@@ -189,6 +193,12 @@ class CSVLogger(Callback):
         values = {name: logs.get(name, "NA") for name in self._writer.fieldnames if name != "epoch"}
         self._writer.writerow({"epoch": epoch, **values})
         self._file.flush()
+
+    def _drop_earlier(self) -> None:
+        if self._file is not None and self._kept is not None:
+            self._file.truncate(min(self._kept, self._file.seek(0, os.SEEK_END)))
+            self._file.seek(0, os.SEEK_END)
+            self._kept = None
 
     def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
         """Closes the file."""
