@@ -315,3 +315,28 @@ def test_warmup_needs_the_number_of_steps():
 def test_scheduler_wants_a_number():
     with pytest.raises(TypeError, match="must return a number, but returned 'fast' for epoch 0"):
         fit(small_model(), callbacks.LearningRateScheduler(lambda epoch, lr: "fast"))
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        ("iou_loss", "min"), ("accuracy_head_loss", "min"), ("val_previous_loss", "min"),
+        ("sauce", "auto"), ("previous", "auto"), ("loss_head_accuracy_1", "max"),
+        ("MeanIoU", "max"), ("top-1 accuracy", "max"), ("r2_score", "max"),
+    ],
+)  # fmt: skip
+def test_direction_by_whole_words_of_which_the_last_decides(log, expected):
+    assert direction(log, types.SimpleNamespace(metrics_by_log={})) == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Precision", "MeanSquaredError", "BinaryAccuracy", "AUC", "FBetaScore", "LogCoshError",
+        "CosineSimilarity", "KLDivergence", "Hinge", "R2Score",
+    ],
+)  # fmt: skip
+def test_direction_of_a_metric_of_keras_whatever_its_name(name):
+    theirs = getattr(keras.metrics, name)(name="p")
+    model = types.SimpleNamespace(metrics_by_log={"p": tnt.metrics.get(theirs, (4, 1), (4, 1))})
+    assert direction("p", model) == {"up": "max", "down": "min"}[theirs._direction]

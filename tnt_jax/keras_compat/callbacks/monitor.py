@@ -1,15 +1,17 @@
 """Monitors a log: the direction of improvement, and whether a value is an improvement."""
 
 import math
+import re
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
 from tnt_jax.distributed.host.collectives import broadcast
 from tnt_jax.distributed.joining.runtime import is_master_rank
+from tnt_jax.keras_compat.keras_objects import snake_case
 from tnt_jax.settings import parse_save_freq
 
 SaveFreq = int | Literal["epoch"]
@@ -111,12 +113,15 @@ def saving_times(save_freq: SaveFreq | str, *, alone: bool) -> SavingTimes | Sav
 
 Mode = Literal["auto", "min", "max"]
 
-# Parts of metric class names, classified as by Keras 3's attribute `_direction`.
-_UP = """
-    accuracy auc precision recall specificity sensitivity iou fbetascore f1score cosinesimilarity
-    r2score correlation
-""".split()
-_DOWN = ("error", "crossentropy", "divergence", "hinge", "poisson", "logcosh", "loss")
+# Words in names of metrics, classified as by Keras 3's attribute `_direction`.
+_WORDS = re.compile(
+    r"""(?<![a-z0-9])(?:
+    (?P<max>acc|accuracy|auc|precision|recall|specificity|sensitivity|io_?u|f_?beta_?score
+    |f1_?score|cosine_?similarity|r2_?score|correlation)
+    |(?P<min>error|cross_?entropy|divergence|hinge|poisson|log_?cosh|loss|mse|mae|mape|msle)
+    )(?![a-z])""",
+    re.VERBOSE,
+)
 
 
 class Monitor:
@@ -175,11 +180,11 @@ def direction(log: str, model: Any) -> Mode:
     """Returns whether less or more of a log is better, by its metric; `"auto"` if nobody knows."""
     log = log.removeprefix("val_")
     metric = getattr(model, "metrics_by_log", {}).get(log)
-    texts = [log] if metric is None else [*(cls.__name__ for cls in type(metric).__mro__), log]
-    for text in texts:
-        plain = text.lower().replace("_", "")
-        if any(part in plain for part in _UP) or plain == "acc":
-            return "max"
-        if any(part in plain for part in _DOWN) or plain in ("mse", "mae", "mape", "msle"):
-            return "min"
+    # What computes it, of Keras or the user's, tells more than its name.
+    kinds = type(getattr(metric, "stateful", metric)).__mro__
+    function = getattr(getattr(metric, "fn", None), "__name__", "")
+    for text in (*(kind.__name__ for kind in kinds), function, log):
+        # The last word decides: `iou_loss` is a loss.
+        for found in reversed([*_WORDS.finditer(snake_case(re.sub(r"\W", "_", text)))]):
+            return cast(Mode, found.lastgroup)
     return "auto"
