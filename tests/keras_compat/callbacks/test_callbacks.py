@@ -340,3 +340,17 @@ def test_direction_of_a_metric_of_keras_whatever_its_name(name):
     theirs = getattr(keras.metrics, name)(name="p")
     model = types.SimpleNamespace(metrics_by_log={"p": tnt.metrics.get(theirs, (4, 1), (4, 1))})
     assert direction("p", model) == {"up": "max", "down": "min"}[theirs._direction]
+
+
+def test_warmup_reaches_its_target_with_several_steps_in_a_program():
+    model = small_model(learning_rate=7.0)
+    model.compile("sgd", loss="mse", steps_per_execution=2)
+    warmup = callbacks.LearningRateWarmup(0.4, initial_learning_rate=0.1, epochs=2)
+    x, _ = data(32)
+    rates = []
+    watch = callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: rates.append(model.optimizer.learning_rate)
+    )
+    model.fit(x, x[:, :3], batch_size=8, epochs=3, verbose=0, callbacks=[warmup, watch])
+    expected = [0.1 + (0.4 - 0.1) * min(step, 8) / 8 for step in (1, 3, 5, 7, 8, 8)]
+    np.testing.assert_allclose(rates, expected, rtol=1e-6)

@@ -200,6 +200,8 @@ class LearningRateWarmup(Callback):
         ValueError: If `epochs` is not positive.
     """
 
+    _state_names = ("_is_warming_up",)
+
     def __init__(
         self,
         target_learning_rate: float,
@@ -216,6 +218,7 @@ class LearningRateWarmup(Callback):
         self.epochs = epochs
         self.verbose = verbose
         self._epoch = self._num_steps = 0
+        self._is_warming_up = False
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Counts the steps of the warm-up; a ValueError if those of an epoch are unknown."""
@@ -233,10 +236,13 @@ class LearningRateWarmup(Callback):
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Sets the rate of the step."""
         done = self._epoch * self.params["steps"] + batch + 1
-        if done <= self._num_steps:
-            rise = (self.target - self.initial) * done / self._num_steps
-            self.model.optimizer.learning_rate = self.initial + rise
-        if done == self._num_steps:
+        # Steps that run in one program have the rate of the first: the last may not be seen.
+        if done > self._num_steps and not self._is_warming_up:
+            return
+        rise = (self.target - self.initial) * min(done, self._num_steps) / self._num_steps
+        self.model.optimizer.learning_rate = self.initial + rise
+        self._is_warming_up = done < self._num_steps
+        if not self._is_warming_up:
             epoch = self._epoch + 1
             say(self, f"\nEpoch {epoch}: the learning rate is warmed up to {self.target}.")
 
