@@ -437,3 +437,17 @@ def test_a_start_that_fails_leaves_the_csv_file_of_the_interrupted_run(tmp_path)
     fit(make_model())
     assert file.read_bytes().startswith(rows)
     assert len(file.read_text().splitlines()) == 5
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_rows_after_a_resume_fit_the_columns_of_the_first_epoch(tmp_path, append):
+    files = [tmp_path / "whole.csv", tmp_path / "resumed.csv"]
+    paths = iter([files[0], files[1], files[1]])
+
+    def logged():
+        schedule = callbacks.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1))
+        return [schedule, callbacks.CSVLogger(next(paths), append=append)]
+
+    # The first epoch has no validation; that in which the run goes on has.
+    interrupted(tmp_path / "backup", "epoch", [8], logged, validation_freq=2)
+    assert files[1].read_bytes() == files[0].read_bytes()

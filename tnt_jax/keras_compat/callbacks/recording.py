@@ -115,8 +115,9 @@ class CSVLogger(Callback):
     """Writes the logs of each epoch to a CSV file, one row per epoch.
 
     For the same logs the file is byte for byte that of Keras's callback. The columns are those of
-    the first epoch, sorted, and their `val_` forms; a missing value is `NA`. A run that resumes
-    from a backup goes on with the file of the interrupted run, and has each epoch once.
+    the first epoch, sorted, and their `val_` forms, or those that the file has; a missing value is
+    `NA`. A run that resumes from a backup goes on with the file of the interrupted run, and has
+    each epoch once.
 
     Args:
         filename: File to write.
@@ -186,7 +187,10 @@ class CSVLogger(Callback):
             return
         logs = logs or {}
         if self._writer is None:
-            columns = ["epoch", *_columns(logs)]
+            self._file.seek(0)
+            header = next(csv.reader([self._file.readline()], delimiter=self.separator), [])
+            self._file.seek(0, os.SEEK_END)
+            columns = header if header[:1] == ["epoch"] else ["epoch", *_columns(logs)]
             self._writer = csv.DictWriter(self._file, columns, delimiter=self.separator)
             if self._file.tell() == 0:
                 self._writer.writeheader()
