@@ -1,5 +1,6 @@
 """Fingerprint files, their comparison, and the seeds."""
 
+import json
 import logging
 import random
 
@@ -103,3 +104,13 @@ def test_set_seed_seeds_all_and_models_without_a_seed(monkeypatch, caplog):
 def test_a_seed_out_of_range_is_refused():
     with pytest.raises(ValueError, match=r"from 0 to 2\*\*32 - 1, but is -1"):
         tnt.set_seed(-1)
+
+
+def test_a_group_of_steps_that_passes_the_number_of_steps_is_written(tmp_path):
+    x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+    model = tnt.Model(Mlp())
+    model.compile("sgd", loss="mse", steps_per_execution=2)
+    digests = tnt.callbacks.Fingerprint(tmp_path / "digests", every=3)
+    model.fit(x, x[:, :2], batch_size=8, epochs=1, verbose=0, callbacks=[digests])
+    lines = (tmp_path / "digests").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [4, 6, 8]

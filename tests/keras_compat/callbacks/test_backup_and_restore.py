@@ -451,3 +451,13 @@ def test_rows_after_a_resume_fit_the_columns_of_the_first_epoch(tmp_path, append
     # The first epoch has no validation; that in which the run goes on has.
     interrupted(tmp_path / "backup", "epoch", [8], logged, validation_freq=2)
     assert files[1].read_bytes() == files[0].read_bytes()
+
+
+def test_fingerprints_of_an_interrupted_run_stay_and_those_of_its_rest_follow(tmp_path):
+    files = [tmp_path / "whole", tmp_path / "resumed"]
+    paths = iter([files[0], files[1], files[1]])
+    # It goes on from step 8, within an epoch of 6.
+    interrupted(tmp_path / "backup", 4, [11], lambda: [callbacks.Fingerprint(next(paths), every=3)])
+    whole, resumed = (dict.fromkeys(file.read_text().splitlines()) for file in files)
+    assert list(resumed) == list(whole)
+    assert len(whole) == 8

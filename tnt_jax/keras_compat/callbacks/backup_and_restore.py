@@ -42,20 +42,31 @@ class Fingerprint(Callback):
         self._path = Path(path)
         self._every = every
         self._epoch = 0
+        self._has_begun = False
+        # Batches of the epoch that are done; None until that is known.
+        self._batches: int | None = None
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Begins a new file, unless the model has been trained before."""
-        if is_master_rank() and int(self.model.state.step) == 0:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text("")
+        """Waits for the first epoch, before which a run may be resumed."""
+        self._has_begun = False
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Records the epoch."""
-        self._epoch = epoch
+        """Begins a new file, unless the model has been trained before."""
+        self._epoch, self._batches = epoch, None
+        if not self._has_begun and is_master_rank() and int(self.model.state.step) == 0:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text("")
+        self._has_begun = True
+
+    def on_train_batch_begin(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Notes where the epoch begins."""
+        if self._batches is None:
+            self._batches = batch
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Writes a line after every `every` steps."""
-        if self._every is not None and (batch + 1) % self._every == 0:
+        """Writes a line after every `every` steps, or the group of steps that reaches as many."""
+        before, self._batches = self._batches or 0, batch + 1
+        if self._every is not None and self._batches // self._every > before // self._every:
             self._write()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
