@@ -354,3 +354,20 @@ def test_warmup_reaches_its_target_with_several_steps_in_a_program():
     model.fit(x, x[:, :3], batch_size=8, epochs=3, verbose=0, callbacks=[warmup, watch])
     expected = [0.1 + (0.4 - 0.1) * min(step, 8) / 8 for step in (1, 3, 5, 7, 8, 8)]
     np.testing.assert_allclose(rates, expected, rtol=1e-6)
+
+
+def test_training_that_ends_early_leaves_the_averages_in_the_model():
+    class StopAfter(callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.averages = self.model.get_weights()
+            self.model.stop_training = epoch == 1
+
+    stop = StopAfter()
+    whole, stopped = (small_model(use_ema=True, ema_momentum=0.8) for _ in range(2))
+    fit(whole, callbacks.SwapEMAWeights(swap_on_epoch=True), epochs=2)
+    fit(stopped, [callbacks.SwapEMAWeights(swap_on_epoch=True), stop], epochs=5)
+    for ours, average, expected in zip(
+        stopped.get_weights(), stop.averages, whole.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(ours, expected)
+        np.testing.assert_array_equal(average, expected)

@@ -27,7 +27,7 @@ class SwapEMAWeights(Callback):
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Swaps the averages out."""
         if self.swap_on_epoch:
-            self._put_average(False)
+            self.swap_out()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Swaps the averages in."""
@@ -43,9 +43,13 @@ class SwapEMAWeights(Callback):
 
     def on_test_end(self, logs: Mapping[str, float] | None = None) -> None:
         """Swaps the averages out."""
-        self._put_average(False)
+        self.swap_out()
 
     on_predict_begin, on_predict_end = on_test_begin, on_test_end
+
+    def swap_out(self) -> None:
+        """Swaps the averages out, if they are in the model."""
+        self._put_average(False)
 
     def _put_average(self, wanted: bool) -> None:
         if self._average_is_in_model != wanted:

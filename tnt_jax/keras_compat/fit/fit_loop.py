@@ -23,7 +23,7 @@ from tnt_jax.distributed.joining import runtime
 from tnt_jax.distributed.liveness import phases
 from tnt_jax.distributed.stopping import Points, Preempted, SharedStop
 from tnt_jax.job import Slot
-from tnt_jax.keras_compat.callbacks import CallbackList, History
+from tnt_jax.keras_compat.callbacks import CallbackList, History, SwapEMAWeights
 from tnt_jax.keras_compat.callbacks.base import unwrapped
 from tnt_jax.keras_compat.callbacks.callback_list import may_stop_within_epoch
 from tnt_jax.keras_compat.compiling.compiled import Compiled
@@ -274,6 +274,10 @@ class FitLoop:
             save_and_exit(self._shared.resumption.save_now, hooks, progress, self._recovery.logs)
         optimizer = self._shared.state.optimizer
         if optimizer is not None and optimizer.use_ema:
+            for callback in hooks.callbacks:
+                # It expects no end before the last epoch.
+                if isinstance(callback, SwapEMAWeights):
+                    callback.swap_out()
             optimizer.use_average()  # Keras does the same.
         hooks.call("on_train_end", self._recovery.logs)
 
