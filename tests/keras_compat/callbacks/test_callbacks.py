@@ -371,3 +371,15 @@ def test_training_that_ends_early_leaves_the_averages_in_the_model():
     ):
         np.testing.assert_array_equal(ours, expected)
         np.testing.assert_array_equal(average, expected)
+
+
+@pytest.mark.parametrize("base", [callbacks.Callback, keras.callbacks.Callback])
+def test_batch_hooks_of_a_class_that_is_named_like_the_base_run(base):
+    seen = []
+
+    class Callback(base):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(batch)
+
+    fit(small_model(), Callback(), epochs=1)
+    assert seen == [0, 1, 2, 3, 4]

@@ -43,6 +43,7 @@ _ADVICE = (
 )
 # Callbacks of the libraries that may end training between two steps, or call functions that do.
 _STOPPING = ("TerminateOnNaN", "LambdaCallback")
+_LIBRARIES = ("tnt_jax", "keras", "tf_keras", "tensorflow")
 
 
 class _OfMaster(Callback):
@@ -362,7 +363,11 @@ def overrides(callback: Any, hook: str) -> bool:
     `on_batch_begin` and `on_batch_end` count as the hooks of training, which call them.
     """
     names = [hook, hook.replace("_train", "")] if "_train_" in hook else [hook]
-    bases = [cls for cls in type(callback).__mro__ if cls.__name__ == "Callback"]
+    bases = [
+        cls
+        for cls in type(callback).__mro__
+        if cls.__name__ == "Callback" and cls.__module__.partition(".")[0] in _LIBRARIES
+    ]
     for name in names:
         function = getattr(type(callback), name, None)
         is_inherited = any(function is base.__dict__.get(name) for base in bases)
