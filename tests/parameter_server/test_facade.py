@@ -431,3 +431,30 @@ def test_a_worker_that_sticks_is_replaced(connected, use_ranks):
         fitted(server, callbacks=[stick])
         assert server.statistics.lost_workers == 1
     assert_equal(model, reference)
+
+
+def test_scheduled_steps_are_in_the_model_once_all_have_ended(connected, use_ranks):
+    use_ranks(1)
+    x, y = np.ones((8, 2), np.float32), np.ones((8, 1), np.float32)
+    model = tnt.Model(nn.Dense(1, use_bias=False))
+    model.compile(tnt.optimizers.SGD(0.1), loss="mse")
+    model.evaluate(x, y, verbose=0)
+    model.set_weights([np.zeros((2, 1), np.float32)])
+
+    def ascent(params, value):  # Adds the learning rate to every weight.
+        return jax.tree.map(lambda x: 0 * x - 1, params), value
+
+    def assert_weights(expected):
+        np.testing.assert_allclose(model.get_weights()[0].ravel(), expected, atol=1e-6)
+
+    with tnt.ParameterServer(model, num_servers=1, num_workers=1, **SMALL) as server:
+        assert [server.fetch(server.schedule(ascent, np.int32(n))) for n in range(3)] == [0, 1, 2]
+        assert_weights(0.3)
+        model.optimizer.learning_rate = 0.5  # The next step has it.
+        assert server.schedule(ascent, np.int32(3)).fetch() == 3
+        assert_weights(0.8)
+        server.schedule(ascent, np.int32(4))
+        server.schedule(lambda params: params)
+        with pytest.raises(RuntimeError, match=r"failed at the scheduled .*a pair"):
+            server.join()
+        assert_weights(1.3)

@@ -246,10 +246,11 @@ class RemoteValue:
 
 @dataclass(eq=False)
 class Scheduler:
-    """Gives steps of the user's to the next worker that is free."""
+    """Gives steps of the user's to free workers, and the state back after the last one."""
 
     asynchronous: Asynchronous
     note_update: Callable[[], None]
+    give_back: Callable[[], None]
     _steps: dict[Callable, tuple[int, Any]] = field(default_factory=dict, init=False)
     _queue: deque[Work] = field(default_factory=deque, init=False)
     _values: dict[Work, RemoteValue] = field(default_factory=dict, init=False)
@@ -275,7 +276,6 @@ class Scheduler:
         """Waits for all scheduled steps, and for the updates that they make."""
         while self._values:
             self.advance()
-        self.asynchronous.settle()
 
     def advance(self) -> None:
         """Starts what can be started, and waits; an error of one step ends all."""
@@ -289,10 +289,15 @@ class Scheduler:
             self._queue.clear()
             self.asynchronous.forget()
             raise
-        for work, value in ended:
-            self._values.pop(work).future.set_result(value)
-            self.note_update()
-        self._start()
+        else:
+            for work, value in ended:
+                self._values.pop(work).future.set_result(value)
+                self.note_update()
+            self._start()
+        finally:
+            if not self._values:
+                self.asynchronous.settle()
+                self.give_back()
 
     def _start(self) -> None:
         while self._queue and self.asynchronous.may_start():

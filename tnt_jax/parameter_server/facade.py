@@ -180,7 +180,7 @@ class ParameterServer:
             self._trainer.training = Synchronous(
                 self._coordinator, self._num_shares, self._trainer.counts
             )
-        self._scheduler = Scheduler(asynchronous, self._trainer.note_update)
+        self._scheduler = Scheduler(asynchronous, self._trainer.note_update, self._give_back)
         # The functions that the trainer was compiled for.
         self._functions: Any = None
 
@@ -245,6 +245,8 @@ class ParameterServer:
     def join(self) -> None:
         """Waits for all scheduled steps; the model holds their results afterwards."""
         self._scheduler.join()
+
+    def _give_back(self) -> None:
         self._trainer.give_back()
         self._core.write_back()
 
