@@ -458,3 +458,7 @@ def test_scheduled_steps_are_in_the_model_once_all_have_ended(connected, use_ran
         with pytest.raises(RuntimeError, match=r"failed at the scheduled .*a pair"):
             server.join()
         assert_weights(1.3)
+        server.schedule(ascent, np.int32(5))
+        # Whatever else is called waits for what is scheduled.
+        assert server.evaluate(x, y, verbose=0) == pytest.approx((2 * 1.8 - 1) ** 2)
+        assert_weights(1.8)

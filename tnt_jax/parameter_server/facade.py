@@ -290,6 +290,7 @@ class ParameterServer:
         """Lets the servers' trainer take the place of the model's own, and gives the state back."""
         if not self._actors.servers:
             raise RuntimeError("The parameter server was shut down. Make a new one.")
+        self._scheduler.join()
         core, trainer = self._core, self._trainer
         if trains:
             core.require_trainable()
