@@ -220,6 +220,47 @@ def test_metrics_that_do_not_add_up_are_refused_with_the_reason(metric, problem)
         metrics.get(metric, (8, 3), (8, 3))
 
 
+class HitsByClass(keras.metrics.Metric):
+    """Mean over classes of how often the label, which is an index, has the largest output."""
+
+    def __init__(self, name="hits"):
+        super().__init__(name=name)
+        self.hits = self.add_variable((3,), "zeros", name="hits")
+        self.rows = self.add_variable((3,), "zeros", name="rows")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        weight = keras.ops.ones(len(y_true)) if sample_weight is None else sample_weight
+        is_hit = keras.ops.cast(keras.ops.argmax(y_pred, -1) == y_true, "float32")
+        self.hits.assign_add(keras.ops.segment_sum(is_hit * weight, y_true, 3))
+        self.rows.assign_add(keras.ops.segment_sum(weight, y_true, 3))
+
+    def result(self):
+        return keras.ops.mean(self.hits / keras.ops.maximum(self.rows, 1))
+
+
+class RowsByClass(metrics.Metric):
+    """Share of the rows that class 0 has."""
+
+    def __init__(self):
+        super().__init__(name="rows")
+        self.rows = self.add_variable((3,), "zeros", name="rows")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        weight = jnp.ones(len(y_true)) if sample_weight is None else sample_weight
+        self.rows.assign_add(jnp.zeros(3).at[y_true].add(weight))
+
+    def result(self):
+        return self.rows.value[0] / self.rows.value.sum()
+
+
+@pytest.mark.parametrize("make", [HitsByClass, RowsByClass])
+def test_a_metric_may_use_labels_as_indices(make):
+    y_true, y_pred = RNG.integers(0, 3, 8), RNG.random((8, 3), "float32")
+    ours, theirs = metrics.get(make(), (8,), (8, 3)), make()
+    theirs.update_state(y_true, y_pred)
+    np.testing.assert_allclose(ours(y_true, y_pred), theirs.result(), rtol=1e-6)
+
+
 def test_a_keras_metric_needs_shapes():
     with pytest.raises(ValueError, match="needs the shapes of targets and outputs"):
         metrics.get(keras.metrics.AUC())

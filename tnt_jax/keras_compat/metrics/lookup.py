@@ -50,11 +50,20 @@ class StatefulMetric(Metric):
                 "metrics.get."
             )
         self.stateful = metric
-        rows = _random_rows(y_true_shape, y_pred_shape)
-        metric.update_state(*rows)  # Some metrics create their variables at the first update.
-        metric.reset_state()
-        self._initial = [np.asarray(variable.value) for variable in metric.variables]
-        self._refuse_unless_additive(*rows)
+        y_true, y_pred = _random_rows(y_true_shape, y_pred_shape)
+        try:
+            self._probe(y_true, y_pred)
+        except TypeError:
+            try:
+                # As indices, for instance, floats are no targets.
+                self._probe(y_true.astype(np.int32), y_pred)
+            except TypeError as error:
+                raise ValueError(
+                    self._refusal(
+                        "its update_state failed on random rows with sample_weight or without: "
+                        f"{error}"
+                    )
+                ) from error
 
     def increments(
         self, y_true: Any, y_pred: Any, weight: ArrayLike | None = None
@@ -80,17 +89,17 @@ class StatefulMetric(Metric):
         updated = self.stateful.stateless_update_state(state, y_true, y_pred, **weights)
         return [new - old for new, old in zip(updated, state, strict=True)]
 
-    def _refuse_unless_additive(self, y_true: np.ndarray, y_pred: np.ndarray) -> None:
-        try:
-            half = np.arange(_PROBE_ROWS) < _PROBE_ROWS // 2
-            whole = self.increments(y_true, y_pred)
-            first, second = (self.increments(y_true[part], y_pred[part]) for part in (half, ~half))
-            later = self._added(self._state(first), y_true, y_pred, None)
-            masked = self.increments(y_true, y_pred, half.astype(np.float32))
-        except TypeError as error:
-            raise ValueError(
-                self._refusal(f"its update_state failed on random rows with sample_weight: {error}")
-            ) from error
+    def _probe(self, y_true: np.ndarray, y_pred: np.ndarray) -> None:
+        """Creates the state; raises a ValueError unless the updates of these rows add up."""
+        metric = self.stateful
+        metric.update_state(y_true, y_pred)  # Some create their variables at the first update.
+        metric.reset_state()
+        self._initial = [np.asarray(variable.value) for variable in metric.variables]
+        half = np.arange(_PROBE_ROWS) < _PROBE_ROWS // 2
+        whole = self.increments(y_true, y_pred)
+        first, second = (self.increments(y_true[part], y_pred[part]) for part in (half, ~half))
+        later = self._added(self._state(first), y_true, y_pred, None)
+        masked = self.increments(y_true, y_pred, half.astype(np.float32))
         summed = [a + b for a, b in zip(first, second, strict=True)]
         claims = {
             "updates of two parts do not add up to the update of the whole": (whole, summed),
