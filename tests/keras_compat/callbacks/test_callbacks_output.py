@@ -415,3 +415,34 @@ def test_keras_progress_bar_and_history_are_not_doubled(capsys, any_model):
     out = capsys.readouterr().out
     assert out.count("Epoch 1/2") == 1
     assert re.search(r"5/5.*loss", out)
+
+
+def test_metrics_with_several_results_are_written_and_not_monitored(tmp_path):
+    model = tnt.Model(nn.Dense(3))
+    model.compile("sgd", "mse", metrics=[tnt.metrics.F1Score(name="f1")])
+    x, labels = data(24)
+    one_hot = np.eye(3, dtype=np.float32)[labels % 3]
+    board = callbacks.TensorBoard(tmp_path / "board", update_freq=1)
+    best = callbacks.ModelCheckpoint(
+        tmp_path / "{epoch}.weights.h5", monitor="f1", save_best_only=True, save_weights_only=True
+    )
+    with pytest.warns(UserWarning, match=r"watches 'f1', but its metric has 3 results\. Watch a"):
+        history = model.fit(
+            x, one_hot, batch_size=8, epochs=2, verbose=0, callbacks=[board, best]
+        ).history["f1"]
+    assert sorted(file.name for file in tmp_path.glob("*.h5")) == ["1.weights.h5", "2.weights.h5"]
+    found = {event[:2]: event[2] for event in events(tmp_path / "board" / "train")}
+    for epoch, values in enumerate(history):
+        written = [found[f"epoch_f1_{number}", epoch] for number in range(3)]
+        np.testing.assert_allclose(written, values, rtol=1e-6)
+
+
+def test_csv_logger_writes_several_results_as_keras_does(tmp_path):
+    logs = {"f1": np.array([0.1, 1 / 3, 0], np.float32), "loss": 0.5, "at": [1, 2.5]}
+    for module in (callbacks, keras.callbacks):
+        writer = module.CSVLogger(str(tmp_path / module.__name__))
+        writer.on_train_begin()
+        writer.on_epoch_end(0, dict(logs))
+        writer.on_train_end()
+    ours, theirs = (tmp_path / module.__name__ for module in (callbacks, keras.callbacks))
+    assert ours.read_bytes() == theirs.read_bytes()

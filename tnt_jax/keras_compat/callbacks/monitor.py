@@ -151,16 +151,19 @@ class Monitor:
             self._mode = found
 
     def value(self, logs: Mapping[str, float] | None, *, who: str) -> float | None:
-        """Returns the monitored value, or None, with a warning, if the logs do not hold it."""
-        if logs is None or self.name not in logs:
-            if is_master_rank():
-                warnings.warn(
-                    f"{who} watches {self.name!r}, but the logs are: "
-                    f"{', '.join(logs or ()) or 'none'}.",
-                    stacklevel=3,
+        """Returns the monitored number, or None, with a warning, if the logs do not hold it."""
+        value = None if logs is None else logs.get(self.name)
+        if value is not None and np.ndim(value) == 0:
+            return value
+        if is_master_rank():
+            problem = f"the logs are: {', '.join(logs or ()) or 'none'}"
+            if value is not None:
+                problem = (
+                    f"its metric has {np.size(value)} results. Watch a log of one number, such as "
+                    "that of a metric with an average"
                 )
-            return None
-        return logs[self.name]
+            warnings.warn(f"{who} watches {self.name!r}, but {problem}.", stacklevel=3)
+        return None
 
     def is_better(self, value: float, than: float | None) -> bool:
         """Returns whether a value is better by more than the smallest change.

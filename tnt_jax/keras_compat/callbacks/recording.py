@@ -194,7 +194,8 @@ class CSVLogger(Callback):
             self._writer = csv.DictWriter(self._file, columns, delimiter=self.separator)
             if self._file.tell() == 0:
                 self._writer.writeheader()
-        values = {name: logs.get(name, "NA") for name in self._writer.fieldnames if name != "epoch"}
+        names = [name for name in self._writer.fieldnames if name != "epoch"]
+        values = {name: _cell(logs.get(name, "NA")) for name in names}
         self._writer.writerow({"epoch": epoch, **values})
         self._file.flush()
 
@@ -209,6 +210,11 @@ class CSVLogger(Callback):
         if self._file is not None:
             self._file.close()
             self._file = self._writer = None
+
+
+def _cell(value: Any) -> Any:
+    # As Keras writes the results of a metric of several thresholds or classes.
+    return f'"[{", ".join(map(str, value))}]"' if np.ndim(value) else value
 
 
 def _columns(logs: Mapping[str, float]) -> list[str]:

@@ -120,6 +120,16 @@ def _passes(before: int, after: int, frequency: int) -> bool:
 _TABLES = ("embedding", "embeddings")
 
 
+def as_numbers(logs: Mapping[str, Any] | None) -> dict[str, float]:
+    """Returns logs as numbers, of a metric of several classes each under a name of its own."""
+    found = {}
+    for name, value in (logs or {}).items():
+        entries = np.ravel(np.asarray(value))
+        names = [name] if entries.size == 1 else [f"{name}_{n}" for n in range(entries.size)]
+        found |= dict(zip(names, map(float, entries), strict=True))
+    return found
+
+
 def finite_values(path: str, weight: np.ndarray) -> np.ndarray:
     """Returns the finite values of a weight in one dimension; warns if there are others.
 
@@ -375,9 +385,10 @@ class TensorBoard(Callback):
         jax.profiler.stop_trace()
         self._is_profiling = False
 
-    def _write(self, where: str, tag: str, value: float, step: int) -> None:
+    def _write(self, where: str, tag: str, value: Any, step: int) -> None:
         if self.writes:
-            self._writer(where).add_scalar(tag, value, step)
+            for name, number in as_numbers({tag: value}).items():
+                self._writer(where).add_scalar(name, number, step)
 
     def _writer(self, where: str) -> Any:
         if where not in self._writers:

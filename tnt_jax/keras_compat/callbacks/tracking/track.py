@@ -11,7 +11,7 @@ import numpy as np
 
 from tnt_jax.distributed.leaving import gist
 from tnt_jax.keras_compat.callbacks.base import Callback, StepCount
-from tnt_jax.keras_compat.callbacks.tensorboard import as_images, finite_values
+from tnt_jax.keras_compat.callbacks.tensorboard import as_images, as_numbers, finite_values
 from tnt_jax.log import logger
 
 
@@ -121,7 +121,7 @@ class Track(Callback):
             return
         if self._steps.done // self.update_freq > before // self.update_freq:
             self._start()
-            values = {f"batch_{name}": value for name, value in _numbers(logs).items()}
+            values = {f"batch_{name}": value for name, value in as_numbers(logs).items()}
             self._send(self.tracker.log, values, self._steps.done)
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
@@ -129,7 +129,7 @@ class Track(Callback):
         if not self.writes:
             return
         self._start()
-        values = _numbers(logs) | {"epoch": epoch}
+        values = as_numbers(logs) | {"epoch": epoch}
         if hasattr(self.model.optimizer, "learning_rate"):
             values["learning_rate"] = float(self.model.optimizer.learning_rate)
         self._send(self.tracker.log, values, self._steps.done)
@@ -173,13 +173,3 @@ class Track(Callback):
                     method.__name__,
                     gist(error),
                 )
-
-
-def _numbers(logs: Mapping[str, Any] | None) -> dict[str, float]:
-    """Returns logs as numbers, of a metric of several classes each under a name of its own."""
-    found = {}
-    for name, value in (logs or {}).items():
-        entries = np.ravel(np.asarray(value))
-        names = [name] if entries.size == 1 else [f"{name}_{n}" for n in range(entries.size)]
-        found |= dict(zip(names, map(float, entries), strict=True))
-    return found
