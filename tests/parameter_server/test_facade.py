@@ -405,8 +405,8 @@ def test_a_process_that_is_lost_before_it_starts_is_started_once_more(
         fitted(server)
     assert_equal(model, reference)
     said = capsys.readouterr().err
-    assert "Server 0 was lost before it had started" in said
-    assert "Worker 0 was lost before it had started" in said
+    assert "Server 0 was lost while it had no work" in said
+    assert "Worker 0 was lost while it had no work" in said
     started.clear()
     monkeypatch.setattr(Actors, "start_worker", lost_at_first(start_worker, "worker", 2))
     with pytest.raises(RuntimeError, match="Worker 0 of the parameter server cannot start on its"):
@@ -462,3 +462,25 @@ def test_scheduled_steps_are_in_the_model_once_all_have_ended(connected, use_ran
         # Whatever else is called waits for what is scheduled.
         assert server.evaluate(x, y, verbose=0) == pytest.approx((2 * 1.8 - 1) ** 2)
         assert_weights(1.8)
+
+
+def test_processes_that_are_lost_between_two_calls_are_started_again(connected, use_ranks, capsys):
+    use_ranks(1)
+    reference, model = make_model(), make_model()
+    with tnt.ParameterServer(
+        model, num_servers=1, num_workers=1, max_staleness=0, **SMALL
+    ) as server:
+        for trained in (reference, server):
+            fitted(trained, epochs=1)
+        for actor in (server._actors.servers[0], server._actors.workers[0]):
+            connected.kill(actor)
+        # The workers get another loss, too.
+        for compiled in (reference, model):
+            loss = tnt.losses.SparseCategoricalCrossentropy(from_logits=True)
+            compiled.compile(tnt.optimizers.SGD(0.1), loss=loss)
+        for trained in (reference, server):
+            fitted(trained, epochs=1)
+    assert_equal(model, reference)
+    said = capsys.readouterr().err
+    assert "Server 0 was lost while it had no work" in said
+    assert "Worker 0 was lost while it had no work" in said

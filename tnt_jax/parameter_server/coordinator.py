@@ -115,6 +115,7 @@ class Coordinator:
             self.wait()
         self.model = self.actors.ray.put(model)
         workers = self.actors.workers
+        self.actors.answers(len(self.actors.servers) + number for number in workers)
         asked = [worker.load.remote(self.model) for worker in workers.values()]
         self.servers.load(model.layout, snapshots)
         self.actors.get(asked)

@@ -253,7 +253,7 @@ class Actors:
 
     def _await_processes(self) -> list[int]:
         """Waits for all processes; returns the number of devices of each worker."""
-        answers = self._answers(range(len(self._resources)))
+        answers = self.answers(range(len(self._resources)))
         devices = [answers[number] for number in range(self._num_servers, len(self._resources))]
         logger.info(
             "%d servers and %d workers with %d device(s) each.",
@@ -263,8 +263,8 @@ class Actors:
         )
         return devices
 
-    def _answers(self, bundles: Iterable[int], *, last_time: bool = False) -> dict[int, Any]:
-        """Returns the first answer of the process in each place; starts lost ones once more."""
+    def answers(self, bundles: Iterable[int], *, last_time: bool = False) -> dict[int, Any]:
+        """Returns an answer of the process in each place; starts those once more that are lost."""
         asked = {
             number: self.servers[number].version.remote()
             if number < self._num_servers
@@ -293,14 +293,14 @@ class Actors:
                 lost.append(number)
         for number in lost:
             logger.warning(
-                "%s was lost before it had started, and is started once more.", self._names[number]
+                "%s was lost while it had no work, and is started once more.", self._names[number]
             )
             if number < self._num_servers:
                 self.servers[number] = self.start_server(number)
             else:
                 worker = number - self._num_servers
                 self.workers[worker] = self.start_worker(worker)
-        return answers | self._answers(lost, last_time=True) if lost else answers
+        return answers | self.answers(lost, last_time=True) if lost else answers
 
 
 def _options(resources: Mapping[str, float]) -> dict[str, Any]:
@@ -352,6 +352,7 @@ class ServerGroup:
         self._layout, self._snapshots = layout, list(snapshots)
         self.version = snapshots[0].version
         self._updates, self._pulled = [], None
+        self._actors.answers(range(len(snapshots)))
         shared = self._ray.put(layout)
         asked = [
             server.load.remote(shared, snapshot)
