@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
+from tnt_jax.job import Slot
 from tnt_jax.log import logger
 from tnt_jax.on_ray.worker import import_ray
 from tnt_jax.parameter_server.server import Layout, Server, Snapshot, WrongVersion, make_totals
@@ -110,6 +112,8 @@ class Statistics:
 
 # Ray places a group within milliseconds if there is room.
 _PLACEMENT_S = 2
+# All that are not closed, the last of which shuts Ray down if the first has started it.
+_open = Slot[WeakSet["Actors"]](WeakSet)
 
 
 class Actors:
@@ -129,6 +133,7 @@ class Actors:
         self._started_ray = not self.ray.is_initialized()
         if self._started_ray:
             self.ray.init(log_to_driver=False)
+        _open.get().add(self)
         self._resources = [dict(resources_per_server)] * num_servers
         self._resources += [dict(resources_per_worker)] * num_workers
         self._num_servers = num_servers
@@ -199,6 +204,7 @@ class Actors:
 
     def close(self) -> None:
         """Ends all actors and gives their places back."""
+        _open.get().discard(self)
         if not self.ray.is_initialized():
             return
         for actor in (*self.servers, *self.workers.values()):
@@ -207,8 +213,11 @@ class Actors:
         if self._group is not None:
             self.ray.util.remove_placement_group(self._group)
             self._group = None
-        if self._started_ray:
+        if self._started_ray and (others := [*_open.get()]):
+            others[0]._started_ray = True
+        elif self._started_ray:
             self.ray.shutdown()
+        self._started_ray = False
 
     def _take_places(self) -> None:
         """Makes a placement group with a bundle for each process; waits until there is room."""
