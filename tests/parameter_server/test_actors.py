@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tnt_jax.parameter_server import server_group
+from tnt_jax.parameter_server.coordinator import SidecarEvaluation
 from tnt_jax.parameter_server.server_group import Actors
 
 
@@ -70,3 +71,22 @@ def test_ray_of_the_user_goes_on(ray):
     first.close()
     second.close()
     assert ray.runs
+
+
+def test_the_process_of_a_sidecar_ends_though_training_fails(ray):
+    class Sidecar:
+        load = evaluate = SimpleNamespace(remote=lambda *args: None)
+
+    actors = make_actors()
+    actors._remote = lambda kind, env: SimpleNamespace(remote=Sidecar)
+    ray.put, ray.wait = (lambda value: value), (lambda refs, timeout: ([], refs))
+    servers = SimpleNamespace(version=0, pull=list)
+    coordinator = SimpleNamespace(actors=actors, servers=servers, model=None)
+    sidecar = SidecarEvaluation(None, coordinator, [], every=1)
+    for _ in range(2):  # Each training ends before its end is told.
+        sidecar.on_train_begin()
+        servers.version += 1
+        sidecar.on_train_batch_end(0)
+    assert [type(actor) for actor in ray.killed] == [Sidecar]
+    actors.close()
+    assert sum(type(actor) is Sidecar for actor in set(ray.killed)) == 2

@@ -297,7 +297,8 @@ class SidecarEvaluation(Callback):
         self._last = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Forgets the results of earlier training."""
+        """Forgets the results of earlier training, which may have ended with an error."""
+        self._end()
         self.results = []
         self._last = self._coordinator.servers.version
 
@@ -313,9 +314,12 @@ class SidecarEvaluation(Callback):
         if not self.results or self.results[-1]["version"] != self._coordinator.servers.version:
             self._begin()
             self._collect(waits=True)
+        self._end()
+
+    def _end(self) -> None:
         if self._actor is not None:
             self._coordinator.actors.kill(self._actor)
-            self._actor = None
+        self._actor = self._asked = None
 
     def _begin(self) -> None:
         actors = self._coordinator.actors

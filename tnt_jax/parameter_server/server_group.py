@@ -147,6 +147,7 @@ class Actors:
         self._group: Any = None
         self.servers: list[Any] = []
         self.workers: dict[int, Any] = {}
+        self._beside: list[Any] = []
         try:
             self._take_places()
             self.servers = [self.start_server(number) for number in range(num_servers)]
@@ -186,7 +187,8 @@ class Actors:
 
     def start_beside(self) -> Any:
         """Starts a worker outside of the placement group, which evaluates beside training."""
-        return self._remote(Worker, self._worker_env).remote()
+        self._beside.append(self._remote(Worker, self._worker_env).remote())
+        return self._beside[-1]
 
     def get(self, refs: list[Any]) -> list[Any]:
         """Returns answers without which nothing goes on."""
@@ -207,9 +209,9 @@ class Actors:
         _open.get().discard(self)
         if not self.ray.is_initialized():
             return
-        for actor in (*self.servers, *self.workers.values()):
+        for actor in (*self.servers, *self.workers.values(), *self._beside):
             self.kill(actor)
-        self.servers, self.workers = [], {}
+        self.servers, self.workers, self._beside = [], {}, []
         if self._group is not None:
             self.ray.util.remove_placement_group(self._group)
             self._group = None
