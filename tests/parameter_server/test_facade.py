@@ -444,6 +444,10 @@ def test_scheduled_steps_are_in_the_model_once_all_have_ended(connected, use_ran
     def ascent(params, value):  # Adds the learning rate to every weight.
         return jax.tree.map(lambda x: 0 * x - 1, params), value
 
+    class Unreadable:
+        def __reduce__(self):
+            return int, ("five",)
+
     def assert_weights(expected):
         np.testing.assert_allclose(model.get_weights()[0].ravel(), expected, atol=1e-6)
 
@@ -458,6 +462,8 @@ def test_scheduled_steps_are_in_the_model_once_all_have_ended(connected, use_ran
         with pytest.raises(RuntimeError, match=r"failed at the scheduled .*a pair"):
             server.join()
         assert_weights(1.3)
+        with pytest.raises(RuntimeError, match=r"failed at the scheduled ascent.*invalid literal"):
+            server.fetch(server.schedule(ascent, Unreadable()))
         server.schedule(ascent, np.int32(5))
         # Whatever else is called waits for what is scheduled.
         assert server.evaluate(x, y, verbose=0) == pytest.approx((2 * 1.8 - 1) ** 2)

@@ -191,7 +191,9 @@ class Coordinator:
             flight.result = self.actors.ray.get(flight.answer)
         except errors.RayError as error:
             cause = getattr(error, "cause", error)
-            if not isinstance(cause, errors.RayError):
+            # What a worker cannot read, no other one can.
+            is_unreadable = cause is not error and isinstance(cause, errors.RaySystemError)
+            if is_unreadable or not isinstance(cause, errors.RayError):
                 self.free.add(flight.worker)
                 raise RuntimeError(
                     f"Worker {flight.worker} failed at {flight.work.what}: {cause!r}"
