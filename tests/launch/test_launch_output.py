@@ -2,6 +2,8 @@
 real processes, real pipes.
 """
 
+import os
+import pty
 import signal
 import time
 
@@ -9,6 +11,7 @@ import pytest
 
 from tnt_jax.launch.processtree import is_handled
 from tnt_jax.launch.remote.connection import Lines
+from tnt_jax.launch.remote.screen import Screen, say
 from tnt_jax.launch.remote.session import excerpt
 
 GLOO = (
@@ -210,3 +213,14 @@ def test_a_task_of_a_cluster_does_not_become_the_parent_of_orphans(run, script):
         "TNT_PROCESS_ID": "0",
     }
     assert run("--no-gpu", path, environ=job)[:2] == (0, "0\n")
+
+
+def test_output_to_a_closed_terminal_is_discarded(monkeypatch):
+    terminal, slave = pty.openpty()
+    with open(slave, "w") as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        monkeypatch.setattr("sys.stderr", stream)
+        os.close(terminal)
+        Screen([]).write(0, "stdout", b"epoch 1\n")
+        say("The job ends.")
+        assert os.readlink(f"/proc/self/fd/{stream.fileno()}") == os.devnull

@@ -1,8 +1,10 @@
 """The terminal output: that of the ranks, and the launcher's own messages."""
 
+import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from tnt_jax.launch.planning.plan import Process
@@ -57,12 +59,23 @@ def _with_rank(rank: int, line: bytes) -> bytes:
 
 def _put(name: str, data: bytes) -> None:
     stream = sys.stdout if name == "stdout" else sys.stderr
-    try:
+    with _until_closed(stream):
         stream.buffer.write(data)
         stream.flush()
+
+
+@contextmanager
+def _until_closed(stream: TextIO) -> Iterator[None]:
+    """Discards a stream that has no reader any more; a pipe raises BrokenPipeError all the same."""
+    try:
+        yield
     except BrokenPipeError:
         discard(stream)
         raise
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        discard(stream)  # The SIGHUP of the terminal ends the job, with its grace period.
 
 
 def discard(stream: TextIO) -> None:
@@ -75,7 +88,5 @@ def discard(stream: TextIO) -> None:
 def say(text: str) -> None:
     """Prints a message of the launcher."""
     lines = "\n".join(f"[tnt-jax] {line}" for line in text.splitlines())
-    try:
+    with suppress(BrokenPipeError), _until_closed(sys.stderr):
         print(lines, file=sys.stderr, flush=True)
-    except BrokenPipeError:
-        discard(sys.stderr)
