@@ -19,6 +19,7 @@ from tnt_jax.launch.remote.connection import (
     supervisor_command,
 )
 from tnt_jax.launch.remote.session import HostError, Session
+from tnt_jax.launch.run import _raising_on_signals
 
 
 def connect(before="", *, host="h"):
@@ -173,3 +174,18 @@ def test_outbox_keeps_what_a_full_pipe_does_not_take():
     outbox.flush()
     assert outbox.is_closed
     os.close(write_fd)
+
+
+def test_the_launcher_ignores_the_hangup_that_nohup_has_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        session = Session([], connect, grace_period_s=1)
+        with _raising_on_signals():
+            restore = session.watch_signals()
+            os.kill(os.getpid(), signal.SIGHUP)
+            session._turn()
+            restore()
+        session.close()
+        assert session._caught is None
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -158,6 +158,12 @@ def _command(pid: int) -> str:
     return words.decode(errors="replace").strip() or "(has ended)"
 
 
+def hangup() -> list[int]:
+    """Returns SIGHUP as a signal to catch, unless nohup has this program ignore it."""
+    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [] if is_ignored else [signal.SIGHUP]
+
+
 def catch_signals(
     caught: Iterable[int], ignored: Iterable[int] = ()
 ) -> tuple[int, Callable[[], None]]:

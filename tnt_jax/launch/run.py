@@ -39,7 +39,7 @@ from tnt_jax.launch.planning.plan import (
     choose_devices,
     plan_processes,
 )
-from tnt_jax.launch.processtree import reap_orphans
+from tnt_jax.launch.processtree import hangup, reap_orphans
 from tnt_jax.launch.remote.connection import (
     Connection,
     srun_command,
@@ -436,7 +436,7 @@ def _raising_on_signals() -> Iterator[None]:
     def end(signum: int, frame: FrameType | None) -> None:
         raise _Signalled
 
-    taken = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+    taken = [signal.SIGTERM, *hangup(), signal.SIGUSR1, signal.SIGUSR2]
     previous = {signum: signal.signal(signum, end) for signum in taken}
     # Also where the launcher was started with SIGINT ignored: sessions handle it there, too.
     previous[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)

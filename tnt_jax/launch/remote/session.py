@@ -16,7 +16,7 @@ from typing import Any
 
 from tnt_jax.launch.membership import Actions, Membership
 from tnt_jax.launch.planning.plan import Process
-from tnt_jax.launch.processtree import catch_signals
+from tnt_jax.launch.processtree import catch_signals, hangup
 from tnt_jax.launch.remote.connection import Connection
 from tnt_jax.launch.remote.screen import Screen, say
 from tnt_jax.settings import (
@@ -206,7 +206,7 @@ class Session:
 
     def watch_signals(self) -> Callable[[], None]:
         """Handles the signals that end or concern a job; returns a function that restores them."""
-        caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+        caught = (signal.SIGINT, signal.SIGTERM, *hangup(), signal.SIGUSR1, signal.SIGUSR2)
         is_remote = any(connection.is_remote for connection in self._connections.values())
         # The hosts would take a stopped launcher for dead.
         read_fd, restore = catch_signals(caught, ignored=(signal.SIGTSTP,) if is_remote else ())
