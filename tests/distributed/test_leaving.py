@@ -357,3 +357,30 @@ def test_a_forked_process_that_exits_does_not_end_the_job(tmp_path):
     result = launch(2, script, flags=["--output-on-all-devices"], timeout_s=120)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("code 7") == 2
+
+
+def test_only_the_exit_that_ends_the_interpreter_is_noted(tmp_path):
+    script = tmp_path / "exit.py"
+    script.write_text(
+        "import sys, threading\n"
+        "from types import SimpleNamespace\n"
+        "from tnt_jax.distributed import leaving\n"
+        "codes = []\n"
+        "own = SimpleNamespace(remember_exit=codes.append, end_without_service=print)\n"
+        "own.leave_at_exit = lambda: print('noted', codes)\n"
+        "leaving._membership.set(own)\n"
+        "leaving._hook_in(own)\n"
+        "try: sys.exit(1)\n"
+        "except SystemExit as error: assert error.code == 1\n"
+        "thread = threading.Thread(target=sys.exit, args=(2,))\n"
+        "thread.start()\n"
+        "thread.join()\n"
+        "try: exit(3)\n"
+        "finally: print('last words')\n"
+    )
+    command = [sys.executable, script]
+    result = subprocess.run(
+        command, env=environment(), timeout=120, check=False, capture_output=True, text=True
+    )
+    assert result.returncode == 3, result.stderr
+    assert result.stdout == "last words\nnoted [3]\n"

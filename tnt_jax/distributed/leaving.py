@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import builtins
 import contextlib
+import inspect
 import os
 import socket
 import sys
@@ -282,7 +283,7 @@ class Membership:
         self.unhook()
 
     def remember_exit(self, code: Any) -> None:
-        """Takes note of the argument of `sys.exit`."""
+        """Takes note of the argument of a `sys.exit` that has ended the interpreter."""
         self._exit_code = code if isinstance(code, int) else int(code is not None)
         self._exit_text = f"sys.exit({code!r})"
 
@@ -487,6 +488,18 @@ def introduce(process: int, num_processes: int, *, disconnects: bool = True) -> 
     return own
 
 
+class _Exit(SystemExit):
+    """What `sys.exit` raises: the job learns its code if it ends the interpreter."""
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        own, frame = _membership.get(), inspect.currentframe()
+        # Once no code has caught it, Python asks for the code without a frame of any function.
+        if name == "code" and own and frame and frame.f_back is None:
+            own.remember_exit(value)
+        return value
+
+
 def _hook_in(own: Membership) -> Callable[[], None]:
     """Lets a membership see how the interpreter ends, and returns what undoes that."""
     report = sys.excepthook
@@ -495,15 +508,15 @@ def _hook_in(own: Membership) -> Callable[[], None]:
     def report_exception(kind: Any, error: Any, trace: Any) -> None:
         own.report_exception(report, kind, error, trace)
 
-    def remember_and_exit(status: Any = None, /) -> None:
-        own.remember_exit(status)
-        leave(status)
+    def exit_noted(status: Any = None, /) -> None:
+        try:
+            leave(status)
+        except SystemExit as error:
+            raise _Exit(*error.args) from None
 
-    hooks = [(sys, "excepthook", report_exception), (sys, "exit", remember_and_exit)]
+    hooks = [(sys, "excepthook", report_exception), (sys, "exit", exit_noted)]
     # They raise SystemExit themselves.
-    hooks += [
-        (builtins, name, remember_and_exit) for name in ("exit", "quit") if hasattr(builtins, name)
-    ]
+    hooks += [(builtins, name, exit_noted) for name in ("exit", "quit") if hasattr(builtins, name)]
     originals = [getattr(owner, name) for owner, name, _ in hooks]
     for owner, name, hook in hooks:
         setattr(owner, name, hook)
