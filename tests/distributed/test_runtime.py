@@ -71,14 +71,15 @@ def test_using_jax_before_joining_a_job_is_refused():
     assert "Call tnt_jax.init() at the top" in result.stderr
 
 
-def test_a_process_that_a_process_of_the_job_has_started_cannot_join_in_its_place():
+@pytest.mark.parametrize("how", [{"TNT_JOINED": "127.0.0.1:1 0 1"}, {"TNT_JOB_ID": "job"}])
+def test_a_process_that_a_process_of_the_job_has_started_cannot_join_in_its_place(how):
     code = "import tnt_jax as tnt; tnt.init()"
     job = {
         "TNT_COORDINATOR_ADDRESS": "127.0.0.1:1",
         "TNT_NUM_PROCESSES": "2",
         "TNT_PROCESS_ID": "0",
     }
-    result = run(code, **job, TNT_JOINED="127.0.0.1:1 0 1")
+    result = run(code, **job, **how)
     assert result.returncode == 1
     assert "was started by process 0 of the job" in result.stderr
     assert "if __name__ == '__main__'" in result.stderr

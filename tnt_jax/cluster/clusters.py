@@ -1,13 +1,16 @@
 """Detects which job a process belongs to, whatever started it, and its position there."""
 
 import json
+import os
 import re
 import secrets
 import socket
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 from tnt_jax.cluster.devices import count_gpus
@@ -89,6 +92,28 @@ def own_devices(
     first, end = (number * visible // local_size for number in (local_rank, local_rank + 1))
     # With more processes than GPUs neighbours share one (jax#29669).
     return tuple(range(first, max(end, first + 1)))
+
+
+def is_started_by_script() -> bool:
+    """Returns whether the script of the launcher's job has started this process, not the launcher.
+
+    Programs between the two that run the script, such as `conda run`, are not the script.
+    """
+    if not {"TNT_JOB_ID", "TNT_TASK_PID"} & os.environ.keys():
+        return False
+    first = os.getsid(0), int(os.environ.get("TNT_TASK_PID", 0))
+    own, pid = _arguments("self"), os.getpid()
+    with suppress(OSError):  # The process is another user's.
+        while pid > 1 and pid not in first:
+            pid = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+            is_wrapper = _arguments(pid).endswith(b"\0" + own)
+            if not is_wrapper and os.path.samefile(f"/proc/{pid}/exe", "/proc/self/exe"):
+                return True
+    return False
+
+
+def _arguments(pid: int | str) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[2]
 
 
 # TensorFlow's own order: the chief, once called master, comes first.

@@ -17,7 +17,13 @@ from functools import partial
 import jax
 
 from tnt_jax import _jax
-from tnt_jax.cluster.clusters import RAY_TRAIN, Job, detect_job, train_secret
+from tnt_jax.cluster.clusters import (
+    RAY_TRAIN,
+    Job,
+    detect_job,
+    is_started_by_script,
+    train_secret,
+)
 from tnt_jax.cluster.devices import cpu_kind, machine_id
 from tnt_jax.distributed import leaving
 from tnt_jax.distributed.elastic import link, unless_ended
@@ -187,18 +193,20 @@ def _first_meeting_s(job: Job, settings: Settings) -> int:
 
 
 def _check_that_it_can_join(job: Job, member: str) -> None:
-    """Raises a RuntimeError if it, or its parent, has been in the job, or JAX was used before."""
+    """Raises a RuntimeError if it was in the job or is none of its, or JAX was used before."""
     if os.environ.get("TNT_JOINED") == f"{member} {os.getpid()}":
         raise RuntimeError(
             f"This process has left the job of {job.num_processes} processes by "
             "tnt_jax.shutdown(), and cannot join it again, because JAX's devices stay open. Call "
             "shutdown() after the last use of tnt_jax, or leave it out."
         )
-    if os.environ.get("TNT_JOINED", "").startswith(f"{member} "):
+    has_joined = os.environ.get("TNT_JOINED", "").startswith(f"{member} ")
+    if has_joined or (job.source == "TNT_*" and is_started_by_script()):
         raise RuntimeError(
-            f"This process was started by process {job.process_id} of the job, which has joined it "
-            "already, and cannot join again. Where multiprocessing starts processes by 'spawn', "
-            "they run the script anew: put what it does under if __name__ == '__main__':."
+            f"This process was started by process {job.process_id} of the job, and cannot join in "
+            "its place. Where multiprocessing starts processes by 'spawn', they run the script "
+            "anew: put what it does under if __name__ == '__main__':. Another script needs "
+            "TNT_NUM_PROCESSES=1 and TNT_PROCESS_ID=0 in its environment, and computes alone."
         )
     if _jax.backends_are_initialized():
         raise RuntimeError(
