@@ -1,5 +1,7 @@
 """A script under the launcher is one process of the job whatever it does first with JAX."""
 
+import sys
+
 import pytest
 
 pytestmark = pytest.mark.multiprocess
@@ -57,3 +59,14 @@ def test_a_module_needs_a_name_and_an_interpreter(run, words):
     code, _, err = run("-n", 2, *words) if "--" in words else run("-n", 2, "--", *words)
     assert code == 2
     assert "-m must be followed by a module" in err
+
+
+def test_a_script_below_a_wrapper_is_a_process_of_the_job(run, script):
+    wrapper = script(
+        "import subprocess, sys; sys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode)",
+        "wrapper.py",
+    )
+    path = script("import jax; print(len(jax.devices()), jax.process_count())")
+    interpreter = f"{sys.executable} {wrapper}"
+    result = run("-n", 2, "--no-gpu", "--python-interpreter", interpreter, "--", path)
+    assert result[:2] == (0, "2 2\n"), result[2]

@@ -8,12 +8,13 @@ script has set its options, before it is too late to join.
 import os
 import sys
 
+from tnt_jax.cluster.clusters import is_started_by_script
 from tnt_jax.distributed.joining.join import join_job
 
 
 def initialize() -> None:
     """Joins the job, unless this process was started by one of its processes."""
-    if os.getpid() not in (os.getsid(0), int(os.environ.get("TNT_TASK_PID", 0))):
+    if is_started_by_script():
         return
     try:
         join_job()
