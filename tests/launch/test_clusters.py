@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from tnt_jax.cluster.clusters import Job, detect_job, expand_counts, expand_nodes
+from tnt_jax.launch.command import main
 
 # Two nodes, two tasks each, srun of SLURM 22.05; shortened to what concerns tasks and devices.
 SLURM = {
@@ -43,6 +44,10 @@ OPEN_MPI_5 = {
     "PMIX_NAMESPACE": "prterun-login-node1-4711@1",
     "PMIX_SERVER_URI41": "prterun-login-node1-4711@0.0;tcp4://10.0.0.3:44441",
 }
+
+
+# Of a process that was started by hand.
+TNT = {"TNT_COORDINATOR_ADDRESS": "a:1", "TNT_NUM_PROCESSES": "3", "TNT_PROCESS_ID": "1"}
 
 
 def detect(environ, gpus=0):
@@ -428,3 +433,35 @@ def test_mpirun_of_the_launcher_with_a_number_is_so_many_processes_for_each_task
     ]
     code, lines, err = mpirun(sys.executable, "-m", "tnt_jax.launch", *arguments)
     assert (code, lines) == (0, [f"[rank {rank}] {rank} 6 [] 1" for rank in range(6)]), err
+
+
+def test_a_dry_run_of_a_task_shows_its_variables_and_starts_nothing(monkeypatch, capsys, tmp_path):
+    script = tmp_path / "train.py"
+    script.touch()
+    monkeypatch.setattr("os.execvpe", lambda *_: pytest.fail("It was started."))
+    for name, value in TNT.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--no-gpu", "--dry-run", "-x", "TNT_JOB_SECRET=hidden", "--", str(script)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("process 1 of 3 on ")
+    assert "  TNT_NUM_PROCESSES=3\n" in shown
+    assert shown.endswith(f" {script}\n")
+    assert "hidden" not in shown
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--port", "4711"],
+        ["--port", "4711", "--devices-per-node", "2"],
+        ["--processes-per-node", "2"],
+        ["--pin-to-socket"],
+        ["--log-dir", "logs"],
+        ["--grace-period", "60"],
+    ],
+)
+def test_what_a_cluster_decides_for_its_tasks_is_refused(words, monkeypatch, capsys):
+    for name, value in TNT.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--no-gpu", "--dry-run", *words, "--", "train.py"]) == 2
+    assert f"{words[0]} cannot be used here: TNT_* decides it" in capsys.readouterr().err

@@ -17,7 +17,15 @@ from tnt_jax.launch.processtree import adopt_orphans, kill_descendants, leave_or
 from tnt_jax.launch.remote.hosts import LOCALHOST, HostEntry
 from tnt_jax.launch.remote.screen import discard, say
 from tnt_jax.launch.remote.session import HostError
-from tnt_jax.launch.run import Attempt, check, clean_up, new_job_id, run_attempt, run_with_restarts
+from tnt_jax.launch.run import (
+    Attempt,
+    check,
+    clean_up,
+    describe_command,
+    new_job_id,
+    run_attempt,
+    run_with_restarts,
+)
 from tnt_jax.launch.supervisor import expand
 from tnt_jax.launch.trials import Stopped, run_explain, run_scale
 from tnt_jax.launch.verify.command import run_verify, verify_receipts
@@ -83,13 +91,13 @@ def _dispatch(options: Options, environ: Mapping[str, str]) -> int:
     if job is None:
         return run_with_restarts(options, environ)
     if options.devices_per_node is None:
-        _become_task(job, options, environ)
+        return _become_task(job, options, environ)
     attempt = Attempt(new_job_id(options.script_name), [HostEntry(LOCALHOST)])
     return run_attempt(attempt, options, environ, part=job).code
 
 
 def _refuse_what_only_all_can(job: Job, options: Options) -> None:
-    """Raises a ValueError if one task among many is to start jobs, or the job again."""
+    """Raises a ValueError if one task among many is to do what needs all, or what started them."""
     if options.scale or options.verify or options.explain:
         raise ValueError(
             "This command starts jobs of several sizes one after the other, but this program is "
@@ -103,22 +111,40 @@ def _refuse_what_only_all_can(job: Job, options: Options) -> None:
             "tnt-jax once, in the batch script without srun or mpirun, or have the cluster start "
             "the job again: #SBATCH --requeue and scontrol requeue, or backoffLimit in Kubernetes."
         )
+    # With --devices-per-node it starts the processes of its node itself.
+    is_task = options.devices_per_node is None
+    settings = {
+        "--port": options.port,
+        "--processes-per-node": is_task and options.processes_per_node,
+        "--pin-to-socket": is_task and options.pin_to_socket,
+        "--pin-memory-to-socket": is_task and options.pin_memory_to_socket,
+        "--log-dir": is_task and options.log_dir,
+        "--grace-period": is_task and options.grace_period_s != Options.grace_period_s,
+    }
+    if refused := [flag for flag, value in settings.items() if value]:
+        raise ValueError(
+            f"{', '.join(refused)} cannot be used here: {job.source} decides it for the "
+            f"{job.num_processes} processes that it starts. Use the options of {job.source}, or "
+            "run tnt-jax once, in the batch script without srun or mpirun."
+        )
 
 
-def _become_task(job: Job, options: Options, environ: Mapping[str, str]) -> None:
+def _become_task(job: Job, options: Options, environ: Mapping[str, str]) -> int:
     """Replaces this program by the script, as one process of the cluster's job."""
     # The cluster shows the output, passes on signals and ends the other tasks when one fails.
     cwd = os.getcwd()
     interpreter = options.interpreter[0] if options.interpreter else ""
     facts = Facts.from_json(inspect_host(cwd, options.script, interpreter, environ))
     check(find_obstacles({facts.hostname: facts}))
-    environment = {
-        **environ,
-        **task_environment(job, facts=facts, options=options, environ=environ),
-    }
+    command = script_command(options, cwd)
+    added = task_environment(job, facts=facts, options=options, environ=environ)
+    if options.dry_run:
+        print(f"process {job.process_id} of {job.num_processes} on {facts.hostname}, in {cwd}:")
+        print(describe_command([*added.items(), *options.exports], command))
+        return 0
+    environment = {**environ, **added}
     for name, value in options.exports:
         environment[name] = expand(value, environment)
-    command = script_command(options, cwd)
     leave_orphans()
     os.execvpe(command[0], command, {**environment, "TNT_TASK_PID": str(os.getpid())})
 

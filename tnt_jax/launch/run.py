@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -303,12 +303,14 @@ def _describe_plan(processes: Sequence[Process], launch: Launch) -> str:
     for process in processes:
         where = f"on {process.host} (local rank {process.local_rank}), in {process.cwd}"
         settings = [*process.environment.items(), *process.exports]
-        lines += [
-            f"rank {process.rank} {where}:",
-            *(f"  {name}={shlex.quote(value)}" for name, value in settings if name != SECRET),
-            f"  {shlex.join(process.command)}",
-        ]
+        lines += [f"rank {process.rank} {where}:", describe_command(settings, process.command)]
     return "\n".join(lines)
+
+
+def describe_command(settings: Iterable[tuple[str, str]], command: Sequence[str]) -> str:
+    """Returns variables, without the job's secret, and a command as text, for a shell."""
+    shown = [f"{name}={shlex.quote(value)}" for name, value in settings if name != SECRET]
+    return "\n".join(f"  {line}" for line in [*shown, shlex.join(command)])
 
 
 Run = Callable[[Attempt], Ending]
