@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import jax
 import pytest
 from processes import free_address
 
 import tnt_jax as tnt
+from tnt_jax.distributed.joining import join
 from tnt_jax.log import configure_logging, logger
 from tnt_jax.settings import Settings
 
@@ -106,6 +108,7 @@ def test_a_job_of_one_process_trains_alone_with_threads_enough_for_its_virtual_d
 import os
 os.environ.pop("PJRT_NPROC")
 import tnt_jax as tnt
+from tnt_jax.distributed.joining import join
 print(tnt.get_size(), tnt.get_process_count(), int(os.environ["PJRT_NPROC"]) >= 2 * tnt.get_size())
 """
     job = {"TNT_COORDINATOR_ADDRESS": "127.0.0.1:1", "TNT_NUM_PROCESSES": "1"}
@@ -129,3 +132,27 @@ def test_only_the_master_logs_unless_told_otherwise(settings, is_master, expecte
     logger.warning("careful")
     assert capsys.readouterr().err.splitlines() == expected
     assert logger.level == logging.getLevelName(settings.log_level)
+
+
+@pytest.mark.parametrize(
+    ("platforms", "plugins", "gpus", "is_refused"),
+    [
+        (None, ["cuda"], 8, False),
+        (None, [], 8, True),
+        (None, ["cuda"], 0, True),
+        ("cpu", ["cuda"], 8, True),
+        ("cuda,cpu", ["cuda"], 8, False),
+    ],
+)
+def test_loopback_host_names_are_refused_where_cpus_meet(
+    monkeypatch, platforms, plugins, gpus, is_refused
+):
+    monkeypatch.setattr(join, "entry_points", lambda group: plugins)
+    monkeypatch.setattr(join, "count_gpus", lambda environ: gpus)
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", platforms)
+    try:
+        with pytest.raises(RuntimeError, match="loopback") if is_refused else nullcontext():
+            join._check_host_names({("a", "one", "127.0.1.1"), ("b", "two", "127.0.1.1")})
+    finally:
+        jax.config.update("jax_platforms", before)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import entry_points
 
 import jax
 
@@ -24,7 +25,7 @@ from tnt_jax.cluster.clusters import (
     is_started_by_script,
     train_secret,
 )
-from tnt_jax.cluster.devices import cpu_kind, machine_id
+from tnt_jax.cluster.devices import count_gpus, cpu_kind, machine_id
 from tnt_jax.distributed import leaving
 from tnt_jax.distributed.elastic import link, unless_ended
 from tnt_jax.distributed.liveness import table
@@ -258,14 +259,19 @@ def _check_host_names(hosts: set[tuple[str, str, str]]) -> None:
         for _, name, address in sorted(hosts)
         if address.startswith("127.") or address == "::1"
     ]
-    platforms = jax.config.jax_platforms or "cpu"  # type: ignore[attr-defined]
-    is_on_cpus = platforms.split(",")[0] == "cpu"
-    if len({machine for machine, _, _ in hosts}) > 1 and looped and is_on_cpus:
+    if len({machine for machine, _, _ in hosts}) > 1 and looped and not _computes_on_gpus():
         raise RuntimeError(
             f"Host(s) {', '.join(looped)} resolve their own name to a loopback address, so the "
             "other hosts of the job cannot reach them. Give each host name its network address in "
             "/etc/hosts (Debian writes '127.0.1.1 NAME' there) or in DNS."
         )
+
+
+def _computes_on_gpus() -> bool:
+    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
+    if platforms:
+        return platforms.split(",")[0] != "cpu"
+    return bool(entry_points(group="jax_plugins")) and count_gpus(os.environ) > 0
 
 
 def own_address() -> str | None:
