@@ -152,3 +152,22 @@ def test_a_failed_exchange_changes_nothing(make_groups):
         assert sorted(before) == sorted(after)
         for path, x in before.items():
             np.testing.assert_array_equal(after[path], x, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("change", "sync", "differing"),
+    [
+        (lambda params: params, {"outer": optax.sgd(0.5)}, set()),
+        (lambda params: params, {"every": 9, "compress": "int8"}, {"every", "compress"}),
+        (lambda params: params | {"b": params["b"] + 1}, {}, {"params/b"}),
+        (lambda params: params | {"b": params["b"].astype("f4")}, {}, {"params/b"}),
+        (lambda params: {"a": params["a"]}, {}, {"params/b"}),
+    ],
+)
+def test_a_custom_loop_begins_with_the_same_on_every_process(change, sync, differing, monkeypatch):
+    told = []
+    monkeypatch.setattr(module, "compare", lambda call, values, advice: told.append(values))
+    tnt.local_steps(START, LocalSteps())
+    tnt.local_steps(change(START), LocalSteps(**sync))
+    own, other = (set(values.items()) for values in told)
+    assert {name for name, _ in own ^ other} == differing

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tnt_jax import _jax
 from tnt_jax.data.feed import make_put
 from tnt_jax.distributed.elastic import link
+from tnt_jax.distributed.host.comparison import compare
 from tnt_jax.distributed.host.links import Links, Message
 from tnt_jax.distributed.joining.runtime import init
 from tnt_jax.distributed.liveness.phases import calling
@@ -34,7 +35,7 @@ from tnt_jax.train.local.fragments import (
     unpacked,
 )
 from tnt_jax.train.local.groups import Group, LocalSteps, join_group
-from tnt_jax.train.state import copied, state_arrays
+from tnt_jax.train.state import copied, digest, state_arrays
 
 Arrays = dict[str, jax.Array]
 # What sending and updating change.
@@ -389,6 +390,9 @@ def _float32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
 
 
+_ADVICE = "Pass the same LocalSteps, and seed all alike or take one's: tnt.broadcast_state(params)."
+
+
 class OuterLoop:
     """The outer updates of a custom training loop; `tnt_jax.local_steps` makes it.
 
@@ -399,6 +403,9 @@ class OuterLoop:
     """
 
     def __init__(self, params: Any, sync: LocalSteps) -> None:
+        sums = {f"params/{p}": digest(_jax.key_words(x)) for p, x in state_arrays(params).items()}
+        settings = {name: value for name, value in vars(sync).items() if name != "outer"}
+        compare("local_steps", sums | settings, advice=_ADVICE)
         group = join_group(sync.groups, init().mesh)
         self.group, self.num_groups, self.mesh = group.index, group.num_groups, group.mesh
         params = _jax.replicate(params, group.mesh)
@@ -468,7 +475,7 @@ def local_steps(params: Any, sync: LocalSteps) -> OuterLoop:
 
     Raises:
         TypeError: If a parameter is not of real floating numbers.
-        ValueError: On every process, if the groups are invalid, or there are fewer arrays than
-            fragments.
+        ValueError: On every process, if the groups are invalid, there are fewer arrays than
+            fragments, or parameters or settings but the outer optimizer differ between processes.
     """
     return OuterLoop(params, sync)
