@@ -1,5 +1,9 @@
 """How a process asks for what another one posts, without a job: the service and the time are made up."""
 
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import pytest
 
@@ -100,3 +104,49 @@ def test_another_error_of_the_service_is_raised(monkeypatch, time):
     serve(monkeypatch, time, 60).error = "UNAVAILABLE: connection reset"
     with pytest.raises(jax.errors.JaxRuntimeError, match="connection reset"):
         rendezvous.read_key("k", "test")
+
+
+class Notes:
+    """A service that keeps what threads, each of them as a process, post to it."""
+
+    def __init__(self):
+        self._notes = {}
+
+    def key_value_set(self, key, value):
+        self._notes[key] = value
+
+    def key_value_delete(self, key):
+        self._notes.pop(key, None)
+
+    def key_value_dir_get(self, folder):
+        return [(k, v) for k, v in dict(self._notes).items() if k.startswith(folder)]
+
+    def key_value_try_get(self, key):
+        if key not in self._notes:
+            raise jax.errors.JaxRuntimeError("NOT_FOUND: Config key not found.")
+        return self._notes[key]
+
+
+def test_all_name_who_is_missing_and_what_the_others_have_called(monkeypatch):
+    own, service = threading.local(), Notes()
+    monkeypatch.setattr(rendezvous._jax, "coordination_client", lambda: service)
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(jax, "process_index", lambda: own.process)
+    monkeypatch.setattr(rendezvous._numbers, "get", lambda: own.meetings)
+
+    def error(process, call, timeout_s=None):
+        own.process, own.meetings = process, Counter()
+        with pytest.raises(RuntimeError) as raised:
+            rendezvous.meet(call, timeout_s=timeout_s)
+        return str(raised.value)
+
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(error, 0, "barrier", 0.4)
+        second = pool.submit(error, 1, "all_reduce")
+        texts = {"0 waited 0.4 s in barrier": first.result(), "1 waited": second.result()}
+    for waited, text in texts.items():
+        assert text.startswith(f"Process {waited}")
+        assert "for process(es) 2 of 3. Every process must call it" in text
+        assert "process(es) 0: barrier; process(es) 1: all_reduce" in text
+    late = error(2, "barrier")
+    assert "Process 2 came to barrier when the others had given up waiting for it" in late

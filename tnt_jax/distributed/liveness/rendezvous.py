@@ -149,17 +149,27 @@ def meet(
     if len(together) == jax.process_count():
         phases.here().meetings = number + 1
     own = json.dumps([call, phases.here().calls, text, role])
+    began_at = time.monotonic()
     with phases.among(() if members is None else together):
-        found = _exchange(together, number, call, own, timeout_s)
-    if not found:
-        raise RuntimeError(
-            f"Process {process} waited {timeout_s:g} s in {call} for process(es) "
-            f"{listed(_missing(together, number))} of {len(together)}. Every "
-            "process must call it; look for a process that failed or took another branch."
-        )
-    meant = dict(zip(together, map(json.loads, json.loads(found)), strict=True))
+        told = _exchange(together, number, call, own, timeout_s)
+    meant = {member: json.loads(text) for member, text in zip(together, told, strict=True) if text}
     came = {member: entry for member, entry in meant.items() if entry[3] != "joins"}
-    _check_calls({member: _in_words(call, calls) for member, (call, calls, *_) in came.items()})
+    differences = _differences({member: _in_words(*entry[:2]) for member, entry in came.items()})
+    if len(meant) < len(together):
+        # The first, which may leave no entry, is missing if nobody else is.
+        missing = [member for member in together[1:] if member not in meant] or [together[0]]
+        waited = (
+            f"came to {call} when the others had given up waiting for it"
+            if process in missing
+            else f"waited {time.monotonic() - began_at:.1f} s in {call} for process(es) "
+            f"{listed(missing)} of {len(together)}"
+        )
+        raise RuntimeError(
+            f"Process {process} {waited}. Every process must call it; look for a process that "
+            f"failed or took another branch. {differences}".rstrip()
+        )
+    if differences:
+        raise RuntimeError(differences)
     if any(entry[3] == "alone" for entry in came.values()) and len(came) < len(meant):
         raise RuntimeError(
             f"Process(es) {listed([member for member in meant if member not in came])} have called "
@@ -172,8 +182,8 @@ def meet(
 
 def _exchange(
     together: tuple[int, ...], number: int, call: str, own: str, timeout_s: float | None
-) -> str | None:
-    """Returns the list of what all have said, in JSON; None if they have not come in time."""
+) -> list[str | None]:
+    """Returns what each process has said; None for those that have not come in time."""
     first = together[0]
     process = jax.process_index()
     folder = _folder(together, number)
@@ -191,29 +201,32 @@ def _exchange(
             client.key_value_set(f"{folder}/{first}", own)
         _raise_if_elsewhere(together, number, call)
 
+    def said() -> list[str | None]:
+        texts = dict(client.key_value_dir_get(folder))
+        return [own if other == process else texts.get(f"{folder}/{other}") for other in together]
+
     if process != first:
         client.key_value_set(f"{folder}/{process}", own)
         found = read_key(f"{folder}/all", call, is_over=is_over, check=check)
-        if found:
-            client.key_value_delete(f"{folder}/{process}")
-        return found
+        if found is None:
+            return said()
+        client.key_value_delete(f"{folder}/{process}")
+        return json.loads(found)
+
+    def all_said() -> list[str | None] | None:
+        texts = said()
+        return None if None in texts else texts
 
     # One process collects for all, so that the messages are as many as the processes, not as
     # their square.
-    def said() -> list[str] | None:
-        texts = dict(client.key_value_dir_get(folder))
-        keys = [f"{folder}/{other}" for other in together[1:]]
-        return [own, *(texts[key] for key in keys)] if texts.keys() >= set(keys) else None
-
-    told = _await(said, call, is_over, check)
-    found = json.dumps(told) if told else None
-    client.key_value_set(f"{folder}/all", found or "")
+    told = _await(all_said, call, is_over, check) or said()
+    client.key_value_set(f"{folder}/all", json.dumps(told))
     if has_said:
         client.key_value_delete(f"{folder}/{first}")
     if number:
         # Who has come to this meeting has read what was collected in the one before.
         client.key_value_delete(f"{_folder(together, number - 1)}/all")
-    return found
+    return told
 
 
 def _raise_if_elsewhere(together: tuple[int, ...], number: int, call: str) -> None:
@@ -244,31 +257,23 @@ def _folder(together: tuple[int, ...], number: int) -> str:
     return f"{_KEY}/{'all' if is_everybody else '-'.join(map(str, together))}/{number}"
 
 
-def _missing(together: tuple[int, ...], number: int) -> list[int]:
-    """Returns who has not come: the first, which leaves no entry, if nobody else is missing."""
-    entries = _jax.coordination_client().key_value_dir_get(_folder(together, number))
-    came = {key.rsplit("/", 1)[1] for key, _ in entries}
-    missing = [process for process in together[1:] if str(process) not in came]
-    return missing or [together[0]]
-
-
 def _in_words(call: str, calls: list[str]) -> str:
     """Returns a call and the public calls that enclose it, the outermost last."""
     outer = calls[:-1] if calls and call.startswith(calls[-1]) else calls
     return " in ".join([call, *reversed(outer)])
 
 
-def _check_calls(names: Mapping[int, str]) -> None:
-    """Raises a RuntimeError unless all processes made the same call, within the same calls."""
+def _differences(names: Mapping[int, str]) -> str:
+    """Returns what is wrong unless all processes made the same call, within the same calls."""
     groups: dict[str, list[int]] = {}
     for process, name in names.items():
         groups.setdefault(name, []).append(process)
     if len(groups) <= 1:
-        return
+        return ""
     told = "; ".join(
         f"process(es) {listed(processes)}: {name}" for name, processes in groups.items()
     )
-    raise RuntimeError(
+    return (
         f"The processes came to different calls: {told}. Every process must make the same calls in "
         "the same order, not under `if tnt.is_master_rank():`, and pass the same callbacks: those "
         "that write files do so on the master only. See "
