@@ -5,10 +5,12 @@ import json
 import threading
 
 import jax
+import numpy as np
 import pytest
 
 from tnt_jax.distributed.liveness import threads
 from tnt_jax.distributed.liveness import watch as stall_watch
+from tnt_jax.distributed.liveness.phases import busy
 from tnt_jax.distributed.liveness.threads import start_thread, watcher
 from tnt_jax.distributed.liveness.watch import Patience
 
@@ -170,3 +172,12 @@ def test_a_service_that_does_not_answer_delays_the_end_of_a_duty_by_seconds(
     watcher.get().end(duty)
     assert not may_return.is_set()
     may_return.set()
+
+
+def test_a_limit_may_be_a_number_of_numpy(service):
+    with busy("the export", limit_s=np.int64(60)):
+        own = watch()
+        service.wait_for(lambda: service.posts)
+        own.stop()
+    note = json.loads(service.posts[0][1])["note"]
+    assert (note["what"], note["limit_s"]) == ("the export", 60)

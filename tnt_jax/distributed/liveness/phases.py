@@ -226,7 +226,8 @@ def busy(what: str, *, limit_s: float) -> Iterator[None]:
     """
     if not limit_s > 0:
         raise ValueError(f"limit_s must be above 0 seconds, but is {limit_s!r}.")
-    with in_phase("callback", what, limit_s=limit_s):
+    # They are posted as JSON, which knows no NumPy numbers.
+    with in_phase("callback", str(what), limit_s=float(limit_s)):
         yield
 
 
