@@ -47,7 +47,7 @@ def read_to_end(child):
     while (data := child.read("stdout")) is not None:
         found += data
     child._popen.wait()
-    child.ended(0)
+    child.ended(child.pid, 0)
     return found
 
 

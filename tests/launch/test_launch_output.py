@@ -5,6 +5,7 @@ real processes, real pipes.
 import os
 import pty
 import signal
+import sys
 import time
 
 import pytest
@@ -224,3 +225,22 @@ def test_output_to_a_closed_terminal_is_discarded(monkeypatch):
         Screen([]).write(0, "stdout", b"epoch 1\n")
         say("The job ends.")
         assert os.readlink(f"/proc/self/fd/{stream.fileno()}") == os.devnull
+
+
+@pytest.mark.multiprocess
+def test_a_script_below_a_shell_has_its_grace_period(tnt_jax, script, tmp_path):
+    wrapper = script('#!/bin/sh\n"$@"\nexit $?\n', "wrapper.sh")
+    wrapper.chmod(0o755)
+    path = script(
+        "import pathlib, signal, sys, time\n"
+        "def save(*_): time.sleep(1); pathlib.Path('saved').touch(); sys.exit(75)\n"
+        "signal.signal(signal.SIGTERM, save)\nprint('up', flush=True)\ntime.sleep(600)"
+    )
+    interpreter = f"{wrapper} {sys.executable}"
+    launcher = tnt_jax(
+        "-n", 1, "--no-gpu", "--python-interpreter", interpreter, "--", path, cwd=tmp_path
+    )
+    assert launcher.stdout.readline() == "up\n"
+    launcher.terminate()
+    assert launcher.wait(30) == 75
+    assert (tmp_path / "saved").exists()

@@ -49,6 +49,12 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def orphans_of_group(group: int) -> list[int]:
+    """Returns the processes of a process group that this process has adopted."""
+    own = os.getpid()
+    return [pid for pid, parent in _all_processes() if parent == own and os.getpgid(pid) == group]
+
+
 def processes_of_jobs() -> list[tuple[int, str]]:
     """Returns (process id, id of the job) of this user's processes that belong to one."""
     prefix = b"TNT_JOB_ID="

@@ -36,9 +36,11 @@ from tnt_jax.launch.processtree import (
     is_handled,
     kill_descendants,
     list_jobs,
+    orphans_of_group,
     send_signal,
 )
 from tnt_jax.launch.remote.connection import BEAT_INTERVAL_S, GREETING, Lines, Outbox, encode
+from tnt_jax.settings import PREEMPTED_EXIT_CODE
 
 TAIL_BYTES = 1 << 16
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
@@ -127,6 +129,8 @@ class Child:
         self.lost_log = ""  # Why its log ends before its output, until that has been shown.
         self._received = Lines()
         self._kept: int | None = None
+        self._asked = 0  # The last signal that was to end it.
+        self._awaited = {self.pid}
 
     def read(self, name: str) -> bytes | None:
         """Returns data of a stream without Gloo's greetings; None if it has ended or was closed."""
@@ -179,11 +183,21 @@ class Child:
                 self.link.shutdown(socket.SHUT_WR)
         self.link.setblocking(False)
 
-    def ended(self, wait_status: int) -> None:
-        """Records the status that `waitpid` returned for this process."""
+    def ended(self, pid: int, wait_status: int) -> bool:
+        """Records what `waitpid` returned; returns whether this process has ended thereby."""
+        if pid not in self._awaited:
+            return False
+        self._awaited.remove(pid)
         code = os.waitstatus_to_exitcode(wait_status)
-        self.code = code if code >= 0 else 128 - code
-        self._popen.returncode = code  # Already waited for: Popen must not try again.
+        if pid == self.pid or code == PREEMPTED_EXIT_CODE:
+            self._popen.returncode = code  # Already waited for: Popen must not try again.
+        if pid == self.pid and code == -self._asked < 0:
+            # A signal ends a shell at once, while the script below it saves its state.
+            self._awaited.update(orphans_of_group(pid))
+        if not self._awaited:
+            code = self._popen.returncode
+            self.code = code if code >= 0 else 128 - code
+        return not self._awaited
 
     def tail(self) -> bytes:
         """Returns the end of the error output, or of the output if there is no error output."""
@@ -202,6 +216,7 @@ class Child:
         if signum in NOTICES and not any(is_handled(pid, signum) for pid in descendants(self.pid)):
             self._kept = signum
             return
+        self._asked = signum
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signum)
 
@@ -532,12 +547,12 @@ class Supervisor:
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                pid, status = ended
-                if pid in self._children:  # Otherwise an orphan that a process has left behind.
-                    self._end(self._children[pid], status)
+                # Others are orphans that a process has left behind.
+                for child in self._running():
+                    if child.ended(*ended):
+                        self._end(child)
 
-    def _end(self, child: Child, status: int) -> None:
-        child.ended(status)
+    def _end(self, child: Child) -> None:
         self._hear_member(child, is_last=True)
         for name in list(child.streams):
             for _ in range(_LAST_PIECES):
