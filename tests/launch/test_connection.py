@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from tnt_jax.launch.remote.connection import (
+    GREETING,
     Connection,
     Lines,
     Outbox,
@@ -189,3 +190,18 @@ def test_the_launcher_ignores_the_hangup_that_nohup_has_ignored():
         assert session._caught is None
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_message_of_a_host_that_was_given_up_is_dropped(close):
+    ends = encode("exit", rank=1, pid=7, code=0, tail="", memory_kills=0).decode()
+    connection = Connection("h", ["printf", "%s%s", GREETING.decode(), ends], is_remote=True)
+    close(connection)
+    assert connection.wait(20) == 0
+    session = Session(["h"], lambda host: connection, grace_period_s=1)
+    session._membership = SimpleNamespace(lost_host=lambda host, reason: True)
+    session._running = {1: "h"}
+    session._lose(connection, "it has been silent")
+    while session._selector.get_map():
+        session._turn()
+    session.close()
+    assert (session._running, session._exit_code) == ({}, 0)

@@ -296,7 +296,8 @@ class Session:
         self._listen(connection.stderr, partial(self._read_complaints, connection))
 
     def _receive(self, connection: Connection) -> None:
-        for message in connection.receive():
+        # What a lost host still says is of processes that are given up.
+        for message in [] if connection.closed else connection.receive():
             if (kind := message.pop("kind")) != "beat":
                 getattr(self, f"_on_{kind}")(connection, **message)
         if connection.closed:
