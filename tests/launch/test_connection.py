@@ -19,7 +19,7 @@ from tnt_jax.launch.remote.connection import (
     ssh_command,
     supervisor_command,
 )
-from tnt_jax.launch.remote.session import HostError, Session
+from tnt_jax.launch.remote.session import HostError, Session, how_it_ended
 from tnt_jax.launch.run import _raising_on_signals
 
 
@@ -205,3 +205,22 @@ def test_a_message_of_a_host_that_was_given_up_is_dropped(close):
         session._turn()
     session.close()
     assert (session._running, session._exit_code) == ({}, 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "how", "goes_on"),
+    [
+        (1, "failed with exit code 1", False),
+        (137, "was ended by signal 9 (SIGKILL)", True),
+        (163, "was ended by signal 35", True),
+        (255, "failed with exit code 255", False),
+    ],
+)
+def test_an_exit_code_that_no_signal_has_is_an_error_of_the_script(code, how, goes_on):
+    session = Session([], connect, grace_period_s=1)
+    session._membership = SimpleNamespace(
+        is_joining=lambda rank: False, lost=lambda rank, how: True
+    )
+    assert how_it_ended(code) == how
+    assert session._goes_on_without(1, code, "report") == goes_on
+    session.close()

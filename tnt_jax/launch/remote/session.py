@@ -411,7 +411,7 @@ class Session:
             membership.ended(rank)
             return False
         # An error of the script is that of all processes, but for one that has not joined them.
-        if code <= 128 and not membership.is_joining(rank):
+        if not _is_of_signal(code) and not membership.is_joining(rank):
             return False
         _logger.info("%s", report)
         return membership.lost(rank, how_it_ended(code))
@@ -550,13 +550,17 @@ def gist(report: str) -> str:
 
 def how_it_ended(code: int) -> str:
     """Returns how a process ended, after its name, by its exit code."""
-    if code <= 128:
+    if not _is_of_signal(code):
         return f"failed with exit code {code}"
     try:
         name = f" ({signal.Signals(code - 128).name})"
-    except ValueError:  # A real-time signal, or an exit code of the script's own.
+    except ValueError:  # A real-time signal.
         name = ""
     return f"was ended by signal {code - 128}{name}"
+
+
+def _is_of_signal(code: int) -> bool:
+    return code - 128 in signal.valid_signals()
 
 
 def excerpt(lines: Sequence[str]) -> list[str]:
