@@ -1,6 +1,8 @@
 """Studies whose trials are trained by several ranks or processes tell Optuna what one would."""
 
 import json
+import pickle
+import re
 import sys
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from processes import SCRIPTS, launch
 
 import tnt_jax as tnt
+from tnt_jax.search import studies
 
 optuna = pytest.importorskip("optuna", reason="needs the extra optuna")
 import search_runs  # noqa: E402
@@ -98,3 +101,16 @@ def test_without_optuna_an_error_says_what_to_install(monkeypatch):
         tnt.search.optimize(None, None)
     with pytest.raises(ModuleNotFoundError, match=r"OptunaPruning needs Optuna"):
         tnt.callbacks.OptunaPruning(None)
+
+
+def test_an_error_of_optuna_is_of_the_same_kind_on_all_processes(monkeypatch):
+    sent = []
+    monkeypatch.setattr(studies, "broadcast_object", lambda x: sent.append(pickle.dumps(x)) or x)
+    trial = tnt.search.SharedTrial(optuna.create_study().ask())
+    assert 1 <= trial.suggest_int("width", 1, 4) <= 4
+    with pytest.raises(ValueError, match="Cannot set different distribution kind") as told:
+        trial.suggest_categorical("width", [1, 4])
+    monkeypatch.setattr(studies, "is_master_rank", lambda: False)
+    monkeypatch.setattr(studies, "broadcast_object", lambda _: pickle.loads(sent[-1]))
+    with pytest.raises(ValueError, match=re.escape(str(told.value))):
+        tnt.search.SharedTrial().suggest_categorical("width", [1, 4])

@@ -120,10 +120,15 @@ class SharedTrial:
         # The name of the call is compared, too: processes that ask for different parameters would
         # train different models.
         with phases.calling(f"SharedTrial.{what}"):
-            answer = call_on_all_processes(
-                lambda: None if self._trial is None else function(self._trial)
-            )
-            return broadcast_object(answer)
+            try:
+                answer = None if self._trial is None else function(self._trial)
+            except Exception as error:
+                broadcast_object((None, error))
+                raise
+            answer, error = broadcast_object((answer, None))
+        if error is not None:
+            raise error
+        return answer
 
 
 _CALL = "search.optimize"
