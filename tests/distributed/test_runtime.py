@@ -156,3 +156,12 @@ def test_loopback_host_names_are_refused_where_cpus_meet(
             join._check_host_names({("a", "one", "127.0.1.1"), ("b", "two", "127.0.1.1")})
     finally:
         jax.config.update("jax_platforms", before)
+
+
+def test_an_init_that_fails_does_so_again(monkeypatch, tmp_path):
+    monkeypatch.setenv("TNT_TIMELINE", str(tmp_path / "missing" / "timeline.json"))
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError, match="missing"):
+            tnt.init()
+    (tmp_path / "missing").mkdir()
+    assert tnt.init() is tnt.init()

@@ -113,8 +113,6 @@ def _start(devices: Sequence[int] | None) -> Runtime:
     is_master = process == 0 and not is_to_join()
     configure_logging(settings, rank=process, is_master=is_master)
     runtime = Runtime(_jax.make_data_mesh(_choose_devices(devices)), settings)
-    _runtime.set(runtime)
-    _chosen.set(devices)
     configure_logging(settings, rank=runtime.local_ranks[0], is_master=is_master)
     if settings.timeline is not None and timeline.current() is None:
         timeline.start(settings.timeline, process)
@@ -131,6 +129,9 @@ def _start(devices: Sequence[int] | None) -> Runtime:
             shared_sums.join(list(runtime.mesh.devices.flat), is_wanted=settings.shared_memory)
     if link() is not None:
         _end_sums_with_generation(before)
+    # At last: an error before is raised again by the next call.
+    _runtime.set(runtime)
+    _chosen.set(devices)
     logger.info(
         "%d rank(s) on %s in %d process(es) on %s.",
         runtime.num_ranks,
