@@ -12,7 +12,7 @@ import pytest
 from processes import SCRIPTS, environment
 
 import tnt_jax as tnt
-from tnt_jax.distributed.goodput import Account, AccountFile, phase
+from tnt_jax.distributed.goodput import Account, AccountFile, open_account, phase, training
 
 PARTS = [
     f"{name}_s"
@@ -220,3 +220,22 @@ def test_a_run_that_was_killed_and_started_again_has_one_account(tmp_path):
     assert 0 < report["restarting_s"] < elapsed_s
     assert sum(report[name] for name in PARTS) == pytest.approx(report["total_s"], rel=0.02)
     assert report["total_s"] == pytest.approx(report["until"] - launched_s, rel=0.02)
+
+
+def test_who_becomes_the_master_keeps_the_account_of_earlier_starts(tmp_path):
+    path = tmp_path / "goodput.jsonl"
+    earlier = Account()
+    earlier.add_steps(7)
+    AccountFile(path).write(earlier.notes(is_finished=False))
+    before = path.read_text()
+    tnt.shutdown()
+    open_account(path=str(path), launched_at=None, is_master=False)
+    with training():
+        pass
+    assert path.read_text() == before
+    open_account(path=str(path), launched_at=None, is_master=True)
+    with training():
+        pass
+    tnt.shutdown()
+    kept = json.loads(path.read_text())
+    assert (kept["steps"], kept["restarts"], kept["finished"]) == (7, 1, True)

@@ -173,6 +173,11 @@ class _Books:
     account: Account = field(default_factory=Account)
     file: AccountFile | None = None
     is_open: bool = False
+    is_keeper: bool = False
+
+    def write(self, *, is_finished: bool) -> None:
+        if self.file is not None and self.is_keeper:
+            self.file.write(self.account.notes(is_finished=is_finished))
 
 
 def _close(books: _Books) -> None:
@@ -198,12 +203,12 @@ def goodput() -> dict[str, float]:
 def open_account(*, path: str | None, launched_at: float | None, is_master: bool) -> None:
     """Begins the account of the job, which the master keeps in a file, if one is given."""
     books = _books.get()
-    # In an elastic job another process may have become the master.
-    if path and is_master and books.file is None:
-        books.file = AccountFile(Path(path))
+    books.is_keeper = is_master
     if books.is_open:
         return
     books.is_open = True
+    # Each process knows the earlier starts: it may become the master of an elastic job.
+    books.file = AccountFile(Path(path)) if path else None
     earlier = None if books.file is None else books.file.earlier
     books.account = Account(started_s=launched_at, earlier=earlier)
     jax.monitoring.register_event_time_span_listener(_note_compilation)
@@ -219,7 +224,7 @@ def note_steps(count: int, now_ns: int) -> None:
     books = _books.get()
     books.account.add_steps(count)
     if books.file is not None and books.file.is_due(now_ns):
-        books.file.write(books.account.notes(is_finished=False))
+        books.write(is_finished=False)
 
 
 @contextmanager
@@ -235,8 +240,7 @@ def training() -> Iterator[None]:
     finally:
         books.account.switch(before)
         logger.info("Goodput: %s", json.dumps(books.account.report()))
-        if books.file is not None:
-            books.file.write(books.account.notes(is_finished=is_finished))
+        books.write(is_finished=is_finished)
 
 
 @contextmanager
