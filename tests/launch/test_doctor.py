@@ -1,9 +1,12 @@
 """The doctor: judgements as pure functions, and the whole of it on this host."""
 
 import dataclasses
+import errno
 import importlib.metadata
 import json
 import socket
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +15,7 @@ from tnt_jax.launch.doctor import (
     FAILURE,
     OK,
     WARNING,
+    _examine,
     describe,
     judge,
     judge_reachability,
@@ -275,3 +279,12 @@ def test_doctor_goes_on_without_a_host_it_cannot_reach(run, tmp_path):
     assert "Check its spelling in the hostfile" in out
     assert f"{socket.gethostname():20}  installation  ok" in out
     assert "Resolve the failures first." in out
+
+
+def test_a_working_directory_that_is_read_only_ends_no_examination(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for name in ("write_text", "unlink"):
+        monkeypatch.setattr(Path, name, refuse)
+    assert _examine(SimpleNamespace(ask=lambda question, arguments: {}), {}) == ("", {})

@@ -194,7 +194,8 @@ def _examine(session: Session, environ: Mapping[str, str]) -> tuple[str, dict[st
     try:
         answers = session.ask("examine", {"request": request, "token_file": str(token_file)})
     finally:
-        token_file.unlink(missing_ok=True)
+        if token_file.exists():
+            token_file.unlink()
     return token, {host: Examination(**found) for host, found in answers.items()}
 
 
