@@ -95,9 +95,9 @@ def test_unequal_shards_take_equal_steps_and_every_row_counts_once(rows, wrap, l
                 [b.data[0] if b.mask is None else b.data[0][b.mask > 0] for b in stream]
             )
             np.testing.assert_array_equal(seen, np.arange(sum(rows[process])) + 1000 * process)
-    assert [source.num_batches for source, _ in results] == [
-        num_steps if wrap is list else None
-    ] * len(rows)
+    for source, _ in results:
+        source.compare([other.note for other, _ in results])
+        assert source.num_batches == (num_steps if wrap is list else None)
     assert {source.global_batch_size for source, _ in results} == {4 * len(rows)}
     assert boards.most <= 6 * len(rows)  # Old reports are taken away.
 
@@ -259,6 +259,7 @@ def shard():
         yield np.full(2 if step < 2 else 1, 100 * process + step)
 
 source = ShardSource(shard(), rank_slice=rank_slice_of(runtime))
+source.compare([None, None])
 with Feed(source.batches(0), lambda batch: batch) as feed:
     batches = list(feed)
 rows = [int(x) for b in batches for x, m in zip(b.data, np.ones(len(b.data)) if b.mask is None else b.mask) if m]

@@ -54,6 +54,13 @@ class Again:
         return shorter()
 
 
+class NoLength(Again):
+    def __len__(self):
+        if is_other:
+            raise OSError("the index is missing")
+        return STEPS
+
+
 class Stop(tnt.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self.model.stop_training = is_other and batch == 2
@@ -111,6 +118,12 @@ CASES = {
     "own shards fail": (
         lambda: model.fit(failing(), tnt_distribute_dataset=False, verbose=0), "record 3 is corrupt"
     ),
+    "own shards without a length": (
+        lambda: model.fit(NoLength(), tnt_distribute_dataset=False, verbose=0), "the index is missing"
+    ),
+    "own shards to evaluate": (
+        lambda: model.evaluate(NoLength(), tnt_distribute_dataset=False, verbose=0), "the index is missing"
+    ),
     "other calls": (
         lambda: (model.predict if is_other else model.evaluate)(good, verbose=0),
         "The processes came to different calls"
@@ -136,10 +149,15 @@ def of_packages():
             return batch(index)
 
     rows = tf.data.Dataset.from_tensor_slices(batch(0, rows=20 - 4 * is_other)).batch(ROWS)
+    shard = rows.map(lambda x, y: (tf.strings.as_string(x) if is_other else x, y))
     text = "steps of an epoch: 5 on process 0, 4 on process 1"
     return {
         "PyDataset": (lambda: model.fit(Sequence(), verbose=0), text),
         "tf.data": (lambda: model.fit(rows, verbose=0), text),
+        "own shards of text": (
+            lambda: model.fit(shard, tnt_distribute_dataset=False, verbose=0),
+            "component 0 is text",
+        ),
     }
 
 
@@ -147,7 +165,7 @@ if "packages" in sys.argv:
     CASES |= of_packages()
 for name, (call, text) in CASES.items():
     start = time.monotonic()
-    with pytest.raises((ValueError, RuntimeError, OSError)) as raised:
+    with pytest.raises((TypeError, ValueError, RuntimeError, OSError)) as raised:
         call()
     assert text in str(raised.value), (name, raised.value)
     assert time.monotonic() - start < 15, name

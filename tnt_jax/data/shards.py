@@ -6,7 +6,7 @@ epoch ends with the longest shard; a process without rows feeds masked ones, so 
 counts once and no process waits in vain.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, zip_longest
 from typing import Any
 
@@ -28,7 +28,7 @@ _BATCHES_PER_REPORT = 4
 class ShardSource:
     """Batches of this process's own data, in step with the other processes.
 
-    Every process must make its sources in the same order, and iterate them equally often. Batches
+    All processes must iterate their sources equally often and, before that, `compare` them. Batches
     have at most `micro_batch_size` times the local ranks rows each; by default what the largest
     first batch of all processes needs. An iterator is read on from epoch to epoch.
     """
@@ -46,7 +46,7 @@ class ShardSource:
     ) -> None:
         self._rank_slice, self._micro = rank_slice, micro_batch_size
         self._board = CoordinationBoard() if board is None else board
-        self._name = agreement.unique_name("shards") if board is None else "shards"
+        self._name = "shards"
         self._pass_of = passes_of(batches)
         self.row_order = RowOrder(
             parts={"number of shards": self._board.num_processes},
@@ -57,8 +57,14 @@ class ShardSource:
         self._first_forms: list[str] = []
         self.global_batch_size = micro_batch_size and micro_batch_size * rank_slice.num_ranks
         self.num_examples: int | None = None
-        lengths = agreement.gather(self._board, f"{self._name}/length", length_of(batches))
-        self.num_batches: int | None = None if None in lengths else max(lengths)
+        self.note = length_of(batches)
+        self.num_batches: int | None = None
+
+    def compare(self, notes: Sequence[int | None]) -> None:
+        """Takes the lengths of all shards, and names the reports of this source and its peers."""
+        self._name = agreement.unique_name("shards")
+        lengths = [length for length in notes if length is not None]
+        self.num_batches = max(lengths) if len(lengths) == len(notes) else None
 
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows, one batch a step, until the data of all has ended."""

@@ -98,7 +98,8 @@ class Source(Protocol):
 
     It may also say that it `is_infinite` or `is_in_lockstep` (all processes have the same number of
     batches), what its `row_order` depends on, by name in `order` what must be the same on every
-    process, its `first_checksums`, and by `announce()` what its first batch should be like.
+    process, its `first_checksums`, and by `announce()` what its first batch should be like. Once
+    all processes have made theirs, the `note` of each, a JSON value, is given to `compare(notes)`.
 
     Attributes:
         global_batch_size: Rows of a full global batch; None where batches differ.

@@ -267,7 +267,7 @@ def open_stream(
     and fails on all if the data of one cannot be read. `meanwhile` is done while the first batch is
     read, if the data of all announces what it is like.
     """
-    stream = first = error = None
+    stream = first = error = reading = None
     is_alone = runtime.get_process_count() == 1
     try:
         stream = EpochStream(make_source(), steps_per_epoch=steps_per_epoch).require_end(steps)
@@ -275,19 +275,17 @@ def open_stream(
         if is_alone:
             raise
         error = raised
-    reading = None
-    if meanwhile is not None:
-        announced = _announced_everywhere(call, stream, error)
-        if stream is not None and announced is not None:
-            reading = _read_beside(stream, epoch, announced, meanwhile)
+    announced = _compare(call, stream and stream.source, error)
+    assert stream is not None
+    if meanwhile is not None and announced is not None:
+        reading = _read_beside(stream, epoch, announced, meanwhile)
     try:
-        if stream is not None:
-            first = stream.peek(epoch) if reading is None else reading.result()
-    except Exception as raised:
+        first = stream.peek(epoch) if reading is None else reading.result()
+    except Exception as raised:  # Raised below, on every process.
         if is_alone:
             raise
         error = raised
-    if stream is not None and first is not None:
+    if first is not None:
         if is_alone:
             return stream, first
         arguments |= {
@@ -297,21 +295,33 @@ def open_stream(
             **facts_of(stream.source),
             "the first batch": describe(first),
         }
-    checksums = None if stream is None else getattr(stream.source, "first_checksums", None)
+    checksums = getattr(stream.source, "first_checksums", None)
     _check_contents(collectives.agree(call, arguments, error, note=checksums))
-    assert stream is not None and first is not None
+    assert first is not None
     return stream, first
 
 
-def _announced_everywhere(
-    call: str, stream: EpochStream | None, error: Exception | None
-) -> HostBatch | None:
-    """Returns the batch that the data announces if that of all processes does, else None."""
-    announce = getattr(stream and stream.source, "announce", lambda: None)
-    announced: HostBatch | None = announce()
-    note = None if announced is None else describe(announced)
-    notes = collectives.agree(call, {}, error, note=note)
-    return announced if len(set(notes)) == 1 else None
+def open_source(call: str, make_source: Callable[[], Source]) -> Source:
+    """Returns the data of a call once all processes have made theirs; else all raise an error."""
+    source = error = None
+    try:
+        source = make_source()
+    except Exception as raised:  # Raised below, on every process.
+        if runtime.get_process_count() == 1:
+            raise
+        error = raised
+    _compare(call, source, error)
+    assert source is not None
+    return source
+
+
+def _compare(call: str, source: Source | None, error: Exception | None) -> HostBatch | None:
+    """Compares the data of all processes; returns the batch that it announces on all, or None."""
+    announced: HostBatch | None = getattr(source, "announce", lambda: None)()
+    note = [None if announced is None else describe(announced), getattr(source, "note", None)]
+    forms, notes = zip(*collectives.agree(call, {}, error, note=note), strict=True)
+    getattr(source, "compare", lambda _: None)(notes)
+    return announced if len(set(forms)) == 1 else None
 
 
 def _read_beside(

@@ -150,6 +150,7 @@ def test_shard_of_a_process_is_batched_for_its_ranks(caplog):
     read_options = ReadOptions(RankSlice(2, 0, 2), micro_batch_size=3, distribute=False)
     with caplog.at_level("INFO", logger="tnt_jax"):
         source = tf_source(Dataset.range(8), read_options)
+    source.compare([source.note])
     assert source.num_batches == 2
     first, last = source.batches(0)
     np.testing.assert_array_equal(first.data, np.arange(6))

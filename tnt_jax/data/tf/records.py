@@ -5,9 +5,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import jax
 import tensorflow as tf
 
-from tnt_jax.data.agreement import CoordinationBoard, gather, unique_name
 from tnt_jax.data.elements import OnError
 from tnt_jax.data.tf import private
 from tnt_jax.data.tf.replay import function_nodes
@@ -129,22 +129,19 @@ def files_of(dataset: Any, *, most: int | None = None) -> list[str]:
 _MOST_FILES = 10_000
 
 
-def check_skips_alike(dataset: Any) -> None:
-    """Compares, over all processes, the files of a pipeline that ignores errors."""
-    board = CoordinationBoard()
-    if board.num_processes == 1:
-        return
+def sizes_if_skipped(dataset: Any) -> dict[str, int] | None:
+    """Returns the sizes of files, for `require_same_sizes`, of a pipeline that ignores errors."""
+    if jax.process_count() == 1:
+        return None
     try:
-        sizes = file_sizes(dataset) if ignores_errors(dataset) else None
+        return file_sizes(dataset) if ignores_errors(dataset) else None
     except private.Unreadable as error:
         logger.warning(
             "Whether all processes read the same files is not checked: this version of TensorFlow "
             "differs (%s).",
             error,
         )
-        return
-    if sizes is not None:
-        require_same_sizes(sizes, board, unique_name("files"))
+        return None
 
 
 def ignores_errors(dataset: Any) -> bool:
@@ -165,10 +162,12 @@ def file_sizes(dataset: Any) -> dict[str, int]:
     return {name: tf.io.gfile.stat(name).length for name in files_of(dataset, most=_MOST_FILES)}
 
 
-def require_same_sizes(sizes: dict[str, int], board: CoordinationBoard, name: str) -> None:
-    """Raises a ValueError on all processes if the size in bytes of a file differs between them."""
-    first, *others = gather(board, name, sizes)
+def require_same_sizes(sizes: Sequence[dict[str, int] | None]) -> None:
+    """Raises a ValueError if the size in bytes of a file differs between processes that know it."""
+    first, *others = sizes
     for process, other in enumerate(others, 1):
+        if first is None or other is None:
+            continue
         for file in sorted(set(first) | set(other)):
             if first.get(file) != other.get(file):
                 raise ValueError(

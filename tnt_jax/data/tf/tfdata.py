@@ -155,10 +155,12 @@ class TfDataSource:
         micro_batch_size: int | None = None,
         reproducible: bool = False,
     ) -> None:
-        from tnt_jax.data.tf import inspection
+        from tnt_jax.data.tf import inspection, records
 
         dataset = data.dataset
         inspection.check_tensors(dataset)
+        self.note = records.sizes_if_skipped(dataset)
+        self.compare = records.require_same_sizes
         batching = inspection.batching_of(dataset)
         size: int | None = None
         if batching is None or batching.size is not None:
@@ -360,9 +362,6 @@ def tf_source(dataset: Any, options: ReadOptions) -> Source:
     choice = dataset if isinstance(dataset, TfData) else TfData(dataset)
     if not options.distribute:
         return _shard_source(choice.dataset, options)
-    from tnt_jax.data.tf.records import check_skips_alike
-
-    check_skips_alike(choice.dataset)
     return TfDataSource(
         choice,
         options.rank_slice,

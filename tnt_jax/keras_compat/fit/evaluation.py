@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 from tnt_jax.adapters.base import CallError
 from tnt_jax.data.sources import Source
-from tnt_jax.data.streams import EpochStream, open_stream, read_in_lockstep
+from tnt_jax.data.streams import EpochStream, open_source, open_stream, read_in_lockstep
 from tnt_jax.distributed import stopping
-from tnt_jax.distributed.host import collectives
 from tnt_jax.distributed.stopping import Points, SharedStop
 from tnt_jax.keras_compat.callbacks import CallbackList
 from tnt_jax.keras_compat.callbacks.callback_list import may_stop_within_epoch
@@ -33,7 +32,7 @@ def evaluate(
 
     def compute() -> dict[str, float]:
         compare_starts("Model.evaluate", shared.core, data, steps=steps)
-        source = collectives.call_on_all_processes(lambda: shared.source(data))
+        source = open_source("Model.evaluate", lambda: shared.source(data))
         call.begin(lambda: _why_not_elastic(shared, data, source))
         shown = callbacks.open("Model.evaluate", steps=steps or source.num_batches)
         with shown as hooks, stopping.ending_call() as points:

@@ -15,7 +15,7 @@ from tnt_jax.adapters.base import check_trains_the_same
 from tnt_jax.data.arguments import is_arrays, takes_batch_size
 from tnt_jax.data.elements import unpack
 from tnt_jax.data.sources import HostBatch, Source
-from tnt_jax.data.streams import EpochStream, Meanwhile, open_stream, read_in_lockstep
+from tnt_jax.data.streams import EpochStream, Meanwhile, open_source, open_stream, read_in_lockstep
 from tnt_jax.distributed import goodput, stopping
 from tnt_jax.distributed.elastic import link
 from tnt_jax.distributed.host import collectives
@@ -242,7 +242,7 @@ class FitLoop:
         held_out = DataArguments(
             x, y, weight, size, micro, distribute=arguments.distribute_validation
         )
-        validation = collectives.call_on_all_processes(lambda: self._shared.source(held_out))
+        validation = open_source("Model.fit", lambda: self._shared.source(held_out))
         compare_sources("Model.fit", "validation_data", validation)
         self._shared.check_validation(validation)
         return validation
