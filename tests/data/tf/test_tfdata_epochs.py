@@ -166,3 +166,18 @@ def test_shard_of_a_process_is_batched_for_its_ranks(caplog):
         ValueError, match=r"Batch each process's shard with tnt_micro_batch_size \* 2"
     ):
         tf_source(Dataset.range(8), ReadOptions(RankSlice(2, 0, 2), distribute=False))
+
+
+@pytest.mark.parametrize("make", [
+    lambda: Dataset.range(22).shuffle(22, seed=5).repeat(2).batch(4),
+    lambda: Dataset.range(22).shuffle(22, seed=5).cache().batch(4),
+    lambda: Dataset.range(8).shuffle(8, seed=5).concatenate(Dataset.range(14).shuffle(14, seed=7)).batch(4),
+])  # fmt: skip
+@pytest.mark.parametrize("epoch", [1, 3])
+def test_a_pass_of_which_one_batch_was_read_changes_no_later_one(make, epoch):
+    serial = make()
+    expected = [numpy_batches(serial) for _ in range(epoch + 1)][-1]
+    parts = sources(make(), 2)
+    for part in parts:
+        next(part.batches(0))
+    assert_union_is(parts, expected, epoch=epoch)

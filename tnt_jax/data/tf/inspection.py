@@ -10,6 +10,7 @@ from tnt_jax.data.tf import private
 from tnt_jax.data.tf.replay import (
     BATCHES,
     MAPS,
+    STARTING_INPUTS,
     draws_in_parallel,
     function_nodes,
     is_unseeded_source_of_order,
@@ -164,10 +165,10 @@ def reshuffles(dataset: Any) -> bool:
     return any(bool(read(x, flags[type(x).__name__])) for x in drawing)
 
 
-def reshuffles_within_a_pass(dataset: Any) -> bool:
-    """Returns whether a shuffle before a repeat reshuffles: one pass then draws several orders."""
+def needs_whole_passes(dataset: Any) -> bool:
+    """Returns whether later orders depend on how much of a pass is read, as before a repeat."""
     every = private.operations(dataset)
-    return any(type(x).__name__ == "_RepeatDataset" and reshuffles(x) for x in every)
+    return any(type(x).__name__ not in STARTING_INPUTS and reshuffles(x) for x in every)
 
 
 def seeds_of_order(dataset: Any) -> list[int]:

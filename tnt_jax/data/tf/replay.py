@@ -103,6 +103,9 @@ _REPLAYS: dict[str, Callable[[Any, list[Any], Function], Any]] = {
     ),
     "_ConcatenateDataset": lambda op, ins, _: ins[0].concatenate(ins[1]),
 }
+# Operations that start their inputs, and draw the seeds of these, as soon as they are started. Of
+# unknown ones that is not known.
+STARTING_INPUTS = _REPLAYS.keys() - {"_RepeatDataset", "CacheDataset", "_ConcatenateDataset"}
 
 
 class Repairs:

@@ -188,7 +188,6 @@ class TfDataSource:
         self._data = data
         self._micro = micro_batch_size
         self._reproducible = reproducible
-        self._num_passes = 0
         self._build()
         self.order = {"split": data.split, "rows are selected early": self._is_early}
         logger.info("%s", self.distribution)
@@ -197,17 +196,20 @@ class TfDataSource:
         """Yields this process's rows of the batches of `epoch`, from `start_batch` on.
 
         Those before are prepared and dropped. A dataset that reshuffles gives the order of its pass
-        number `epoch`: earlier passes that were not made are started, and an earlier epoch than the
-        last one builds the pipeline anew.
+        number `epoch`: earlier passes that were not made are started, or read where that matters.
+        An earlier epoch than the last one builds the pipeline anew, and so does one after a pass
+        that should have been read to its end and was not.
         """
         self._go_to(epoch)
         self._num_passes += 1
+        self._was_left = self._needs_whole_passes
         make = _from_own_rows if self._is_early else select_rows
         elements = elements_of(self._stream.skip(start_batch) if start_batch else self._stream)
         for number in count(start_batch):
             try:
                 element = next(elements)
             except StopIteration:
+                self._was_left = False
                 return
             except Exception as error:
                 error.add_note(f"This happened in batch {number} of epoch {epoch}, or soon after.")
@@ -255,14 +257,15 @@ class TfDataSource:
 
     def _build(self) -> None:
         """Makes the pipeline of this process; its shuffles stand at their first order."""
-        from tnt_jax.data.tf.inspection import reshuffles, reshuffles_within_a_pass
+        from tnt_jax.data.tf.inspection import needs_whole_passes, reshuffles
         from tnt_jax.data.tf.replay import with_fixed_order
 
-        self._reshuffles = self._reshuffles_within_a_pass = False
+        self._num_passes = 0
+        self._reshuffles = self._needs_whole_passes = self._was_left = False
         try:
             rebuilt = self._rebuilt()
             self._reshuffles = reshuffles(self._dataset)
-            self._reshuffles_within_a_pass = reshuffles_within_a_pass(self._dataset)
+            self._needs_whole_passes = needs_whole_passes(self._dataset)
         except Unreadable as error:
             rebuilt = self._untouched(error)
         self._is_early = rebuilt.is_early
@@ -343,12 +346,11 @@ class TfDataSource:
         """Brings the shuffles of the pipeline to their order of pass `epoch`."""
         if not self._reshuffles:
             return
-        if epoch < self._num_passes:
+        if epoch < self._num_passes or self._was_left:
             self._build()
-            self._num_passes = 0
         while self._num_passes < epoch:
-            # A pass draws its seeds as it starts; a shuffle below a repeat draws again on the way.
-            deque(islice(self._stream, None if self._reshuffles_within_a_pass else 1), maxlen=0)
+            # A pass draws its seeds as it starts, but a shuffle before a repeat draws them again.
+            deque(islice(self._stream, None if self._needs_whole_passes else 1), maxlen=0)
             self._num_passes += 1
 
 
