@@ -6,6 +6,7 @@ from tnt_jax.data.dispatch import as_source
 from tnt_jax.data.indexed.pydataset import PyDatasetSource
 from tnt_jax.data.indexed.random_access import RandomAccess, RandomAccessSource
 from tnt_jax.data.layout import RankSlice, ReadOptions
+from tnt_jax.data.streams import EpochStream
 
 keras = pytest.importorskip("keras", reason="needs Keras")
 
@@ -106,3 +107,10 @@ def test_fit_recognises_what_it_is_given():
     assert source.global_batch_size == 10
     with pytest.raises(ValueError, match="Random-access datasets are split over all processes"):
         as_source(Squares(4), None, None, ReadOptions(rank_slice, distribute=False))
+
+
+def test_a_pass_that_steps_per_epoch_read_whole_ends_its_epoch():
+    dataset = Batches()
+    stream = EpochStream(PyDatasetSource(dataset, ReadOptions(RankSlice(1))), steps_per_epoch=5)
+    assert [len(list(stream.epoch(epoch))) for epoch in range(3)] == [5, 5, 5]
+    assert dataset.epochs == ["begin", "end"] * 3

@@ -216,7 +216,8 @@ class EpochStream:
                 return
             self._steps_in_pass += 1
             yield batch
-        if self._steps_in_pass == self.source.num_batches:
+        if self._pass is not None and self._steps_in_pass == self.source.num_batches:
+            next(self._pass, None)  # What a source does at the end of a pass.
             self._end_pass()
 
     def _end_pass(self) -> None:
