@@ -112,13 +112,16 @@ def test_components_that_no_device_holds_are_refused():
 
 
 def test_cache_files_of_processes_are_apart(tmp_path):
-    make = lambda: Dataset.range(20).map(abs).cache(str(tmp_path / "cache")).batch(8)  # noqa: E731
+    rows = Dataset.range(20).map(abs).cache(str(tmp_path / "cache"))
     for _ in range(2):
-        assert_union_is(sources(make(), 2), [np.arange(8), np.arange(8, 16), np.arange(16, 20)])
+        assert_union_is(sources(rows.batch(8), 2), np.split(np.arange(20), [8, 16]))
     assert {path.name.split(".")[1] for path in tmp_path.iterdir()} == {
-        "ranks-0-of-2",
-        "ranks-1-of-2",
+        "ranks-0-to-0-of-2-by-8",
+        "ranks-1-to-1-of-2-by-8",
     }
+    # Rows of other windows have files of their own.
+    assert_union_is(sources(rows.batch(10), 2), np.split(np.arange(20), 2))
+    assert_union_is(sources(rows.batch(8, drop_remainder=True), 2), np.split(np.arange(16), 2))
 
 
 def test_lookup_tables_and_captured_variables_work():

@@ -177,6 +177,7 @@ class Splitter:
                 f"{operation_name(dataset)} pads to the longest row of the global batch, which "
                 "only whole batches tell; give padded_shapes without None to split before it"
             )
+        self._window = f"-by-{size}" + ("-full" if drop else "")
         hoisted = self._hoist(private.inputs(dataset)[0], at_selection=True)
         specs = tf.nest.flatten(hoisted.base.element_spec)
         if not all(isinstance(spec, tf.TensorSpec) for spec in specs):
@@ -238,7 +239,7 @@ class Splitter:
         if type(dataset).__name__ == "_PrefetchDataset":
             return Later("prefetch", lambda own: own.prefetch(int(read(dataset, "buffer_size"))))
         if type(dataset).__name__ == "CacheDataset":
-            return Later("cache", lambda own: self._cached(dataset, own))
+            return Later("cache", lambda own: self._cached(dataset, own, self._window))
         # A function that was traced for whole batches of a fixed size does not take own rows: the
         # user's code is traced for them.
         wrapper = read(dataset, "map_func")
@@ -254,11 +255,12 @@ class Splitter:
 
         return Later(operation_name(dataset), lambda own: own.map(with_count, **order))
 
-    def _cached(self, dataset: Any, own: Any) -> Any:
+    def _cached(self, dataset: Any, own: Any, window: str = "") -> Any:
         file = read(dataset, "filename").numpy().decode()
         ranks = self.rank_slice
-        # Processes cache different rows, and may share a file system.
-        name = f"{file}.ranks-{ranks.first_rank}-of-{ranks.num_ranks}"
+        last = ranks.first_rank + ranks.local_ranks - 1
+        # Processes cache different rows, other ones of other windows, and may share a file system.
+        name = f"{file}.ranks-{ranks.first_rank}-to-{last}-of-{ranks.num_ranks}{window}"
         if ranks.num_groups > 1:
             name += f"-in-{ranks.num_groups}-groups"
         return own.cache(name if file else "")
