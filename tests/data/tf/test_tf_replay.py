@@ -10,6 +10,7 @@ tf = pytest.importorskip("tensorflow", reason="needs TensorFlow")
 from tfdata_checks import Dataset, assert_same, assert_union_is, numpy_batches, sources  # noqa: E402
 
 import tnt_jax as tnt  # noqa: E402
+from tnt_jax.data.layout import RankSlice  # noqa: E402
 from tnt_jax.data.tf import replay as tf_replay  # noqa: E402
 
 OPTIONS = tf.data.Options()
@@ -65,7 +66,7 @@ def kinds(dataset):
 def test_an_operation_after_a_shuffle_gives_what_tensorflow_gives(kind):
     # A shuffle is always made anew, and with it everything that stands after it.
     make = lambda: AFTER_A_SHUFFLE[kind](Dataset.range(20).shuffle(8, seed=1))  # noqa: E731
-    repairs = tf_replay.Repairs()
+    repairs = tf_replay.Repairs(RankSlice(1))
     rebuilt = repairs.repaired(make())
     assert kind in kinds(make())
     assert not any("is not known" in note for note in repairs.notes)

@@ -184,3 +184,15 @@ def test_a_pass_of_which_one_batch_was_read_changes_no_later_one(make, epoch):
     for part in parts:
         next(part.batches(0))
     assert_union_is(parts, expected, epoch=epoch)
+
+
+@pytest.mark.parametrize("split", ["auto", "after"])
+def test_processes_cache_what_runs_for_all_rows_in_files_of_their_own(split, tmp_path):
+    rows = Dataset.range(20).cache(str(tmp_path / "cache"))
+    for _ in range(2):
+        parts = sources(rows.shuffle(20, seed=5).batch(8), 2, split=split)
+        assert_union_is(parts, numpy_batches(Dataset.range(20).shuffle(20, seed=5).batch(8)))
+    assert {path.name.split(".")[1] for path in tmp_path.iterdir()} == {
+        "ranks-0-to-0-of-2-whole",
+        "ranks-1-to-1-of-2-whole",
+    }

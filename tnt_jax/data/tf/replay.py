@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tnt_jax.data.layout import RankSlice
 from tnt_jax.data.tf import private
 from tnt_jax.seeding import seed_or_default
 
@@ -115,12 +116,12 @@ class Repairs:
     instance, call them for one element at a time: in parallel the order of the draws is random.
     """
 
-    def __init__(self, *, one_by_one: bool = False) -> None:
+    def __init__(self, ranks: RankSlice, *, one_by_one: bool = False) -> None:
         self.notes: list[str] = []
         self.slowed: list[str] = []  # Operations that work on one element at a time.
         # Unknown operations after a shuffle without a seed, which differs by process.
         self.disordered: list[str] = []
-        self._one_by_one = one_by_one
+        self._ranks, self._one_by_one = ranks, one_by_one
         self.repaired = cache(self._repaired)
 
     def _repaired(self, dataset: Any) -> Any:
@@ -153,6 +154,8 @@ class Repairs:
             if any(map(is_unseeded_source_of_order, private.operations(dataset))):
                 self.disordered.append(name)
             return dataset
+        if self._writes_file_of_all(dataset):
+            return self.cached(dataset, inputs[0], "-whole")
         self._note_repair(dataset)
         replay = partial(_by_method, calls=False) if self._must_slow(dataset) else _REPLAYS[kind]
         if _unseeded_kinds(dataset):
@@ -170,7 +173,25 @@ class Repairs:
             or private.asks_for_any_order(dataset)
             or bool(_unseeded_kinds(dataset))
             or self._must_slow(dataset)
+            or self._writes_file_of_all(dataset)
         )
+
+    def cached(self, dataset: Any, rows: Any, part: str = "") -> Any:
+        """Returns `rows` with a cache like `dataset`, whose file is for this part of all rows."""
+        file = read(dataset, "filename").numpy().decode()
+        ranks = self._ranks
+        last = ranks.first_rank + ranks.local_ranks - 1
+        # Processes cache different rows, other ones of other windows, and may share a file system.
+        name = f"{file}.ranks-{ranks.first_rank}-to-{last}-of-{ranks.num_ranks}{part}"
+        if ranks.num_groups > 1:
+            name += f"-in-{ranks.num_groups}-groups"
+        return rows.cache(name if file else "")
+
+    def _writes_file_of_all(self, dataset: Any) -> bool:
+        """Returns whether several processes would write the file in which a cache keeps rows."""
+        several = self._ranks.local_ranks < self._ranks.num_ranks
+        is_cache = type(dataset).__name__ == "CacheDataset"
+        return several and is_cache and bool(read(dataset, "filename").numpy())
 
     def _must_slow(self, dataset: Any) -> bool:
         return self._one_by_one and bool(draws_in_parallel(dataset))

@@ -135,7 +135,7 @@ class Splitter:
         if kind in INDEX_OPERATIONS or kind == "_PrefetchDataset":
             own = self.repairs.rebuild(dataset, [self.local_batches(inputs[0])])
         elif kind == "CacheDataset":
-            own = self._cached(dataset, self.local_batches(inputs[0]))
+            own = self.repairs.cached(dataset, self.local_batches(inputs[0]))
         elif kind == "_ConcatenateDataset":
             own = self.local_batches(inputs[0]).concatenate(self.local_batches(inputs[1]))
         elif kind in MAPS:
@@ -239,7 +239,7 @@ class Splitter:
         if type(dataset).__name__ == "_PrefetchDataset":
             return Later("prefetch", lambda own: own.prefetch(int(read(dataset, "buffer_size"))))
         if type(dataset).__name__ == "CacheDataset":
-            return Later("cache", lambda own: self._cached(dataset, own, self._window))
+            return Later("cache", lambda own: self.repairs.cached(dataset, own, self._window))
         # A function that was traced for whole batches of a fixed size does not take own rows: the
         # user's code is traced for them.
         wrapper = read(dataset, "map_func")
@@ -254,16 +254,6 @@ class Splitter:
             return count, function(*element) if type(element) is tuple else function(element)
 
         return Later(operation_name(dataset), lambda own: own.map(with_count, **order))
-
-    def _cached(self, dataset: Any, own: Any, window: str = "") -> Any:
-        file = read(dataset, "filename").numpy().decode()
-        ranks = self.rank_slice
-        last = ranks.first_rank + ranks.local_ranks - 1
-        # Processes cache different rows, other ones of other windows, and may share a file system.
-        name = f"{file}.ranks-{ranks.first_rank}-to-{last}-of-{ranks.num_ranks}{window}"
-        if ranks.num_groups > 1:
-            name += f"-in-{ranks.num_groups}-groups"
-        return own.cache(name if file else "")
 
 
 def _is_small(specs: list[Any], size: int) -> bool:

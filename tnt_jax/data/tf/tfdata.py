@@ -282,7 +282,7 @@ class TfDataSource:
         from tnt_jax.data.tf.replay import Repairs, operation_names
         from tnt_jax.data.tf.split import CannotSplitEarly, Splitter
 
-        repairs = Repairs(one_by_one=self._reproducible)
+        repairs = Repairs(self._rank_slice, one_by_one=self._reproducible)
         splitter = Splitter(self._rank_slice, self._data.split, repairs)
         try:
             if self._data.split == "after":
