@@ -114,3 +114,17 @@ def test_a_pass_that_steps_per_epoch_read_whole_ends_its_epoch():
     stream = EpochStream(PyDatasetSource(dataset, ReadOptions(RankSlice(1))), steps_per_epoch=5)
     assert [len(list(stream.epoch(epoch))) for epoch in range(3)] == [5, 5, 5]
     assert dataset.epochs == ["begin", "end"] * 3
+
+
+class Growing(Batches):
+    """Whose batches hold the number of epochs that have ended."""
+
+    def __getitem__(self, index):
+        return np.full(4, self.epochs.count("end"))
+
+
+def test_worker_processes_see_what_the_end_of_an_epoch_changed():
+    dataset = Growing(2, use_multiprocessing=True)
+    source = PyDatasetSource(dataset, ReadOptions(RankSlice(1)))
+    passes = [[int(batch.data[0]) for batch in source.batches(epoch)] for epoch in range(2)]
+    assert passes == [[0, 0], [1, 1]]

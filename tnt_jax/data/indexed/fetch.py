@@ -152,7 +152,7 @@ class Chunk(NamedTuple):
     failures: list[str]
 
 
-# How an epoch and indices become rows; it must be picklable, as worker processes receive it once.
+# How an epoch and indices become rows; it must be picklable, as a worker process receives it once.
 AnyRecipe = Callable[[int, list[int]], Chunk]
 
 
@@ -236,6 +236,12 @@ class Fetcher:
             for part in (part for parts in waiting for part in parts):
                 part.future.cancel()
                 self._give_back(part)
+
+    def end_processes(self) -> None:
+        """Ends worker processes after what they do, so that the next batches start others."""
+        if self._pool is not None and self._worker == "processes":
+            self._pool.shutdown(wait=False)
+            self._pool = None
 
     def _submit(self, epoch: int, indices: np.ndarray) -> list[_Part]:
         if self._pool is None:

@@ -54,6 +54,8 @@ class PyDatasetSource(IterableSource):
     def batches(self, epoch: int, start_batch: int = 0) -> Iterator[HostBatch]:
         """Yields this process's rows of the batches of `epoch` from `start_batch` on alone."""
         self._dataset.on_epoch_begin()
+        # As in Keras, each pass has processes of its own: they get the dataset as it is then.
+        self._fetcher.end_processes()
         for chunk in self._fetcher.batches(epoch, self._order(epoch, start_batch)):
             yield self.own_rows(chunk.data)
         self._dataset.on_epoch_end()
