@@ -1,5 +1,6 @@
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -7,6 +8,8 @@ import pytest
 
 from tnt_jax import _jax
 from tnt_jax.data.feed import Feed, make_put
+from tnt_jax.data.layout import RankSlice
+from tnt_jax.data.sources import IterableSource
 
 
 @pytest.mark.parametrize("threaded", [True, False])
@@ -65,3 +68,26 @@ def test_rows_lie_in_order_on_the_ranks():
     shards = sorted(on_device["a"].addressable_shards, key=lambda shard: shard.device.id)
     assert [shard.data.tolist() for shard in shards] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert on_device["b"] is None
+
+
+def test_a_generator_is_read_on_after_the_batch_that_a_left_reader_waits_for():
+    is_waiting, may_go_on = threading.Event(), threading.Event()
+
+    def rows():
+        yield np.full(2, 0)
+        is_waiting.set()
+        assert may_go_on.wait(60)
+        yield np.full(2, 1)
+        yield np.full(2, 2)
+
+    generator = rows()
+    first, second = (IterableSource(generator, rank_slice=RankSlice(1)) for _ in range(2))
+    with Feed(first.batches(0), lambda item: item) as feed:
+        next(iter(feed))
+        assert is_waiting.wait(60)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(next, second.batches(0))
+        with pytest.raises(TimeoutError):
+            reading.result(0.2)
+        may_go_on.set()
+        assert reading.result(60).data.tolist() == [2, 2]

@@ -5,8 +5,10 @@ together they feed each global batch exactly once.
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
+from weakref import WeakValueDictionary
 
 import jax
 import numpy as np
@@ -212,11 +214,25 @@ class IterableSource:
         return select_rows(batch, self._rank_slice)
 
 
+# By the identity of an iterator that is read, for all of its readers.
+_locks = WeakValueDictionary[int, threading.Lock]()
+
+
 def passes_of(batches: Iterable[Any]) -> Callable[[int], Iterator[Any]]:
     """Returns a function from an epoch to its batches; an iterator is read on."""
     if isinstance(batches, Iterator):
-        running = iter(batches)
-        return lambda epoch: running
+        lock = _locks.setdefault(id(batches), threading.Lock())
+
+        def read_on(_: int) -> Iterator[Any]:
+            end = object()
+            while True:
+                with lock:  # The thread of a call that has stopped may wait for its last batch.
+                    batch = next(batches, end)
+                if batch is end:
+                    return
+                yield batch
+
+        return read_on
     return getattr(batches, "batches_of_epoch", lambda epoch: iter(batches))
 
 
