@@ -485,3 +485,16 @@ def test_an_interrupted_run_goes_on_within_an_epoch(kind, tmp_path, use_ranks):
     # On another number of devices.
     for mine, theirs in zip(fit(4, backup, CrashAt(-1)), whole, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["hugging face", "parquet"])
+def test_a_null_is_refused_and_not_taken_for_a_class(kind, tmp_path):
+    table = pa.table({"x": X[:, 0], "y": [1, 0, None, 2] + [1] * 25, "other": [None] * NUM_ROWS})
+    parquet.write_table(table, path := str(tmp_path / "0.parquet"))
+    if kind == "parquet":
+        rows = tnt.data.arrow_files(path)
+    else:
+        rows = tnt.data.columns(datasets.Dataset(table))
+    assert [y for _, y in rows.__getitems__([3, 1])] == [2, 0]
+    with pytest.raises(ValueError, match="The column 'y' is null in row 2 of the"):
+        rows.__getitems__([3, 1, 2])

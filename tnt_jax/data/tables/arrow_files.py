@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tnt_jax.data.tables.columns import ColumnRoles, Names
-from tnt_jax.data.tables.rows import Rows, rows_of_columns
+from tnt_jax.data.tables.rows import Rows, refuse_nulls, rows_of_columns
 
 
 class _ArrowFiles:
@@ -38,6 +38,7 @@ class _ArrowFiles:
         for piece in np.unique(owners):
             places = np.flatnonzero(owners == piece)
             table = self._read(int(piece)).take(asked[places] - self._starts[piece])
+            refuse_nulls(table, asked[places].tolist(), f"the table ({self._pieces[piece].path})")
             columns = {name: _as_numpy(table[name]) for name in table.column_names}
             for place, row in zip(places, rows_of_columns(columns, len(places)), strict=True):
                 found[place] = row
@@ -95,7 +96,8 @@ def arrow_files(
     Raises:
         ModuleNotFoundError: If pyarrow is not installed.
         FileNotFoundError: If there is nothing at a path.
-        ValueError: If there is no file, or a name is that of no column.
+        ValueError: If there is no file, or a name is that of no column; when rows are read, if a
+            value is null.
     """
     try:
         from pyarrow import dataset as arrow

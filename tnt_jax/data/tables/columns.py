@@ -30,15 +30,14 @@ class ColumnRoles:
     def names(self, columns: Sequence[str]) -> list[str]:
         """Returns the columns used; none if all may be. A ValueError names one that is missing."""
         table = dict.fromkeys(columns)
-        roles = {
-            "inputs": self.inputs,
-            "targets": self._target_names(table),
-            "sample_weight": self._weight_name(table),
-        }
+        targets, weight = self._target_names(table), self._weight_name(table)
+        is_x = self.inputs is None and "x" in table.keys() - {*_listed(targets), *_listed(weight)}
+        inputs = "x" if is_x else self.inputs
+        roles = {"inputs": inputs, "targets": targets, "sample_weight": weight}
         for role, names in roles.items():
             _pick(table, role, names)
         used = [name for names in roles.values() for name in _listed(names)]
-        return list(dict.fromkeys(used)) if self.inputs is not None else []
+        return list(dict.fromkeys(used)) if inputs is not None else []
 
     def example(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
         """Returns a row as `(inputs,)`, `(inputs, targets)` or `(inputs, targets, weight)`."""

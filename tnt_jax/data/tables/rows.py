@@ -74,9 +74,24 @@ class _HuggingFace(_Dicts):
         chosen = dataset.select_columns(list(names)) if names else dataset
         has_format = chosen.format["type"] is not None
         super().__init__(chosen if has_format else chosen.with_format("numpy"))
+        columns = map(chosen.data.column, chosen.column_names)
+        self._tables = chosen.with_format("arrow") if any(x.null_count for x in columns) else None
 
     def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        if self._tables is not None:
+            refuse_nulls(self._tables[list(indices)], indices, "the dataset")
         return rows_of_columns(self._dataset[list(indices)], len(indices))
+
+
+def refuse_nulls(table: Any, indices: Sequence[int], where: str) -> None:
+    """Raises a ValueError if a row of an Arrow table, which has this index, lacks a value."""
+    for name in table.column_names:
+        if table[name].null_count:
+            row = indices[int(np.argmax(table[name].is_null()))]
+            raise ValueError(
+                f"The column {name!r} is null in row {row} of {where}, but a batch holds numbers "
+                "alone. Fill a value in, or leave the row out."
+            )
 
 
 def rows_of_columns(columns: dict[str, Any], num_rows: int) -> list[dict[str, Any]]:
@@ -106,7 +121,7 @@ def columns(
 
     Raises:
         TypeError: If rows cannot be read by number, as in a stream.
-        ValueError: If a name is that of no column, when rows are read.
+        ValueError: If a name is that of no column, or a value is null, when rows are read.
     """
     roles = ColumnRoles(inputs, targets, sample_weight)
     if is_hugging_face(dataset, "Dataset"):
