@@ -498,3 +498,15 @@ def test_a_null_is_refused_and_not_taken_for_a_class(kind, tmp_path):
     assert [y for _, y in rows.__getitems__([3, 1])] == [2, 0]
     with pytest.raises(ValueError, match="The column 'y' is null in row 2 of the"):
         rows.__getitems__([3, 1, 2])
+
+
+def test_lists_of_lists_in_a_file_are_arrays_of_one_shape(tmp_path):
+    whole = np.arange(NUM_ROWS * 6, dtype=np.float32).reshape(NUM_ROWS, 3, 2)
+    path = str(tmp_path / "0.parquet")
+    parquet.write_table(pa.table({"x": whole.tolist(), "y": Y}), path)
+    for index, (x, y) in enumerate(tnt.data.arrow_files(path)):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), whole[index])
+        assert (x.dtype, y) == (np.float64, Y[index])
+    parquet.write_table(pa.table({"x": [[[1.0, 2.0], [3.0]]], "y": [1]}), path)
+    with pytest.raises(ValueError, match="one shape, but those of the column 'x' differ"):
+        tnt.data.arrow_files(path)[0]

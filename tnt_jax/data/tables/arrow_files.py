@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tnt_jax.data.tables.columns import ColumnRoles, Names
+from tnt_jax.data.tables.columns import ColumnRoles, Names, dense_column
 from tnt_jax.data.tables.rows import Rows, refuse_nulls, rows_of_columns
 
 
@@ -39,7 +39,7 @@ class _ArrowFiles:
             places = np.flatnonzero(owners == piece)
             table = self._read(int(piece)).take(asked[places] - self._starts[piece])
             refuse_nulls(table, asked[places].tolist(), f"the table ({self._pieces[piece].path})")
-            columns = {name: _as_numpy(table[name]) for name in table.column_names}
+            columns = {name: _as_numpy(name, table[name]) for name in table.column_names}
             for place, row in zip(places, rows_of_columns(columns, len(places)), strict=True):
                 found[place] = row
         return found
@@ -65,11 +65,14 @@ def _pieces(file: Any) -> list[tuple[Any, int]]:
     return [(group, sum(info.num_rows for info in group.row_groups)) for group in groups]
 
 
-def _as_numpy(column: Any) -> Any:
+def _as_numpy(name: str, column: Any) -> Any:
     whole = column.combine_chunks()
     if hasattr(whole, "to_numpy_ndarray"):  # A column of tensors of one shape.
         return whole.to_numpy_ndarray()
-    return whole.to_numpy(zero_copy_only=False)
+    rows = whole.to_numpy(zero_copy_only=False)
+    # A list is an array, but a list of lists is an array of arrays.
+    are_lists = rows.dtype == object and len(rows) and isinstance(rows[0], np.ndarray)
+    return [dense_column(name, row) for row in rows] if are_lists else rows
 
 
 def arrow_files(

@@ -78,14 +78,15 @@ class ColumnRoles:
 
 def dense(batch: Batch) -> Batch:
     """Returns columns in which each row is an array as one array each, as far as they are not."""
-    return {name: _dense(name, column) for name, column in batch.items()}
+    return {name: dense_column(name, column) for name, column in batch.items()}
 
 
-def _dense(name: str, column: np.ndarray) -> np.ndarray:
-    if column.dtype != object or not isinstance(column[0], (np.ndarray, list)):
+def dense_column(name: str, column: np.ndarray) -> np.ndarray:
+    """Returns arrays in an array, and arrays in these, as one array."""
+    if column.dtype != object or not column.size or not isinstance(column[0], np.ndarray | list):
         return column
     try:
-        return np.stack([np.asarray(row) for row in column])
+        return np.stack([dense_column(name, np.asarray(row)) for row in column])
     except ValueError as error:
         raise ValueError(
             f"The rows of a batch must have one shape, but those of the column {name!r} differ. "
