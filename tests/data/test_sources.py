@@ -1,3 +1,5 @@
+from collections import namedtuple
+
 import numpy as np
 import pytest
 
@@ -220,3 +222,12 @@ def test_a_dataset_known_to_be_infinite_needs_steps():
         EpochStream(endless).require_end()
     assert EpochStream(endless).require_end(steps=2).num_steps is None
     assert len(list(EpochStream(endless, steps_per_epoch=3).require_end().epoch(0))) == 3
+
+
+def test_arrays_may_lie_in_a_named_tuple():
+    pair = namedtuple("Pair", ["left", "right"])
+    source = as_source(pair(np.arange(8), [1] * 8), np.arange(8), None, READ_OPTIONS)
+    inputs, targets, _ = next(source.batches(0)).data
+    assert type(inputs) is pair
+    np.testing.assert_array_equal(inputs.left, targets)
+    assert inputs.right.tolist() == [1] * len(targets)

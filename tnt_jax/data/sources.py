@@ -338,6 +338,8 @@ def _as_arrays(x: Any) -> Any:
     if isinstance(x, Mapping):
         return {key: _as_arrays(value) for key, value in x.items()}
     if isinstance(x, (tuple, list)):
-        is_array = x and all(isinstance(value, (int, float)) for value in x)
-        return np.asarray(x) if is_array else type(x)(map(_as_arrays, x))
+        if x and all(isinstance(value, (int, float)) for value in x):
+            return np.asarray(x)
+        parts = map(_as_arrays, x)
+        return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
     return torch_to_numpy(x) if is_torch_tensor(x) else x
