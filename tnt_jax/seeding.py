@@ -1,5 +1,6 @@
 """One seed for everything that draws random numbers: `tnt_jax.set_seed(seed)`."""
 
+import operator
 import os
 import random
 import sys
@@ -28,8 +29,10 @@ def set_seed(seed: int) -> None:
         seed: A number from 0 to 2**32 - 1, the range of NumPy's seeds.
 
     Raises:
+        TypeError: If the seed is no integer.
         ValueError: If the seed is out of range.
     """
+    seed = operator.index(seed)  # An integer of NumPy is none to Python's `random`.
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be from 0 to 2**32 - 1, but is {seed}.")
     seeded = ["random", "numpy", "tnt_jax"]
@@ -53,4 +56,4 @@ def set_seed(seed: int) -> None:
 def seed_or_default(seed: int | None, *, default: int = 0) -> int:
     """Returns `seed`, or the one of the last `set_seed`, or `default`."""
     chosen = _seed.get() if seed is None else seed
-    return default if chosen is None else chosen
+    return default if chosen is None else operator.index(chosen)

@@ -1,4 +1,6 @@
 import collections
+import random
+import sys
 import threading
 
 import numpy as np
@@ -7,7 +9,9 @@ import pytest
 from tnt_jax.data.indexed import fetch
 from tnt_jax.data.indexed.random_access import RandomAccess, RandomAccessSource
 from tnt_jax.data.layout import RankSlice
+from tnt_jax.data.permutation import Permutation
 from tnt_jax.job import Slot
+from tnt_jax.seeding import seed_or_default, set_seed
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -302,3 +306,25 @@ def test_the_order_without_a_seed_is_that_of_set_seed(caplog, monkeypatch, chose
     assert caplog.text.count(f"order from seed {seed}.") == 2
     for batch, wanted in zip(source.batches(1), expected.batches(1), strict=True):
         np.testing.assert_equal(batch.data, wanted.data)
+
+
+def test_a_seed_may_be_an_integer_of_numpy(monkeypatch):
+    plain, of_numpy = (
+        RandomAccess(Squares(9), batch_size=9, transform=add_noise, shuffle=True, seed=seed)
+        for seed in (-3, np.int64(-3))
+    )
+    (one,), (other,) = (
+        RandomAccessSource(spec, RankSlice(1)).batches(0) for spec in (plain, of_numpy)
+    )
+    np.testing.assert_equal(one.data, other.data)
+    order = Permutation(9, seed=np.int64(-3))(range(9))
+    np.testing.assert_array_equal(order, Permutation(9, seed=-3)(range(9)))
+    # What `set_seed` does with other libraries stays out of this process.
+    for name in ("keras", "tensorflow"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr("tnt_jax.seeding._seed", Slot(lambda: None))
+    set_seed(np.int64(3))
+    assert random.random() == random.Random(3).random()
+    assert type(seed_or_default(None)) is int
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        set_seed(3.0)

@@ -8,6 +8,7 @@ index array:
 """
 
 import math
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,9 +70,9 @@ class Permutation:
         if not 1 <= n < 1 << 62:
             raise ValueError(f"A permutation needs a size from 1 to 2**62 - 1, but n is {n}.")
         self.n = n
-        self.seed = seed
+        self.seed = operator.index(seed)
         self.epoch = epoch
-        base = _mix_int(_mix_int(seed & _WORD) ^ ((epoch & _WORD) * _GOLDEN & _WORD))
+        base = _mix_int(_mix_int(self.seed & _WORD) ^ ((epoch & _WORD) * _GOLDEN & _WORD))
         rounds = [(base + _GOLDEN * number) & _WORD for number in range(1, _ROUNDS + 1)]
         self._keys = _mix(np.array(rounds, np.uint64))
         self._table: np.ndarray | None = None

@@ -1,5 +1,6 @@
 """Batches with about equally many tokens, in few shapes that are the same on every rank."""
 
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -103,7 +104,7 @@ class TokenBatchSource:
             "tokens_per_batch": spec.tokens_per_batch,
             "list of buckets": self.buckets.tolist(),
         }
-        self.row_order = RowOrder([spec.seed] if spec.shuffle else [], parts)
+        self.row_order = RowOrder([operator.index(spec.seed)] if spec.shuffle else [], parts)
         counts = np.bincount(self._bucket_of, minlength=len(self.buckets))
         self.global_batch_size: int | None = None
         self.num_examples: int | None = len(lengths)
