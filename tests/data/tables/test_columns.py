@@ -85,3 +85,10 @@ def test_rows_that_are_arrays_become_one_array():
         dense({"x": rows})
     text = np.array(["a", "b"], object)
     assert dense({"x": text})["x"] is text
+
+
+def test_weights_that_nobody_named_are_left_out_where_there_are_no_targets():
+    row = {"x": 1.0, "sample_weight": 2.0}
+    assert ColumnRoles(None, None, None).example(row) == (1.0,)
+    with pytest.raises(ValueError, match="The weights are 'sample_weight', but there are no"):
+        ColumnRoles(None, None, "sample_weight").example(row)

@@ -42,9 +42,11 @@ class ColumnRoles:
     def example(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
         """Returns a row as `(inputs,)`, `(inputs, targets)` or `(inputs, targets, weight)`."""
         inputs, targets, weight = self.element(row)
-        if weight is not None and targets is None:
+        if targets is not None:
+            return (inputs, targets) if weight is None else (inputs, targets, weight)
+        if self.sample_weight is not None:
             raise ValueError(f"The weights are {self.sample_weight!r}, but there are no targets.")
-        return tuple(part for part in (inputs, targets, weight) if part is not None)
+        return (inputs,)
 
     def checksums(self, batch: Batch) -> tuple[int, int | None]:
         """Returns checksums of rows and of their targets; see `checksums_of`."""
