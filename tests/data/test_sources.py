@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tnt_jax.data.dispatch import as_source
-from tnt_jax.data.elements import unpack
+from tnt_jax.data.elements import as_batch, unpack
 from tnt_jax.data.layout import RankSlice, ReadOptions, describe_sizes
 from tnt_jax.data.sources import ArraySource, IterableSource, common_length
 from tnt_jax.data.streams import EpochStream
@@ -136,6 +136,7 @@ def test_an_empty_stream_is_refused():
         ((np.zeros(4), np.zeros(5)), r"\[0\]: 4, \[1\]: 5"),
         ({"a": np.zeros((3, 2)), "b": np.float32(1)}, r"\['a'\]: 3, \['b'\]: a scalar"),
         ((None, None), "no array at all"),
+        ([np.zeros(4)] * 9 + [np.zeros(5)] * 9, r"got \[0\]: 4, \[9\]: 5\.$"),
     ],
 )
 def test_arrays_of_different_lengths_are_refused(arrays, message):
@@ -231,3 +232,11 @@ def test_arrays_may_lie_in_a_named_tuple():
     assert type(inputs) is pair
     np.testing.assert_array_equal(inputs.left, targets)
     assert inputs.right.tolist() == [1] * len(targets)
+
+
+def test_lists_of_numpy_numbers_are_arrays():
+    numbers = np.arange(8, dtype=np.int32)
+    source = as_source(np.zeros((8, 2)), list(numbers), None, READ_OPTIONS)
+    targets = next(source.batches(0)).data[1]
+    assert targets.dtype == np.int32
+    assert as_batch([list(numbers), list(numbers)])[1].tolist() == numbers.tolist()

@@ -118,9 +118,10 @@ def as_dense(x: Any) -> Any:
 
 
 def is_numbers(tree: Any) -> bool:
-    """Returns whether a list holds only Python numbers and lists of them: the rows of one array."""
+    """Returns whether a list holds only numbers and lists of them: the rows of one array."""
     return isinstance(tree, list) and all(
-        isinstance(value, (bool, int, float, complex)) or is_numbers(value) for value in tree
+        isinstance(value, (bool, int, float, complex, np.generic)) or is_numbers(value)
+        for value in tree
     )
 
 

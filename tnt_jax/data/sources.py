@@ -63,6 +63,7 @@ def num_shards(loader: Any) -> int:
 
 # So many rows of arrays, and values of each, are compared between processes.
 _CHECKED_ROWS, _CHECKED_VALUES = 64, 4096
+_NAMED_LENGTHS = 6
 
 
 @once_per_job
@@ -277,15 +278,15 @@ def checksum_of_some(arrays: Any) -> int:
 
 def common_length(arrays: Any) -> int:
     """Returns the first dimension that all arrays of a pytree, at least one, must share."""
-    leaves = jax.tree.leaves_with_path(arrays)
-    lengths = {jax.tree_util.keystr(path): np.shape(leaf)[:1] for path, leaf in leaves}
-    found = set(lengths.values())
-    if len(found) == 1 and () not in found:
-        return found.pop()[0]
-    parts = (f"{path or 'data'}: {n[0] if n else 'a scalar'}" for path, n in lengths.items())
+    firsts: dict[tuple[int, ...], str] = {}  # The first array of each length.
+    for path, leaf in jax.tree.leaves_with_path(arrays):
+        firsts.setdefault(np.shape(leaf)[:1], jax.tree_util.keystr(path) or "data")
+    if len(firsts) == 1 and () not in firsts:
+        return next(iter(firsts))[0]
+    parts = [f"{path}: {n[0] if n else 'a scalar'}" for n, path in firsts.items()]
     raise ValueError(
         "All arrays must have the same number of rows, but got "
-        f"{', '.join(parts) or 'no array at all'}."
+        f"{', '.join(parts[:_NAMED_LENGTHS]) or 'no array at all'}."
     )
 
 
@@ -338,7 +339,7 @@ def _as_arrays(x: Any) -> Any:
     if isinstance(x, Mapping):
         return {key: _as_arrays(value) for key, value in x.items()}
     if isinstance(x, (tuple, list)):
-        if x and all(isinstance(value, (int, float)) for value in x):
+        if x and all(isinstance(value, (int, float, np.generic)) for value in x):
             return np.asarray(x)
         parts = map(_as_arrays, x)
         return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
