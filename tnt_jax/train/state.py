@@ -173,14 +173,25 @@ def digest(x: Any) -> str:
 def with_arrays(state: TrainState, arrays: Mapping[str, Any]) -> TrainState:
     """Returns a state like `state` with other arrays by path, which must fit; see `check_match`."""
     expected = state_arrays(state)
-    arrays = _for_ranks(arrays, expected)
+    arrays = for_ranks(arrays, expected)
     check_match(expected, arrays)
     return jax.tree.structure(state).unflatten([arrays[path] for path in expected])
 
 
-def without_accumulated(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arrays without what ranks have accumulated, of which each process holds a part."""
-    return {path: leaf for path, leaf in arrays.items() if not path.startswith(_ACCUMULATED)}
+def without_parts(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arrays without what ranks have accumulated, where each process holds a part."""
+    return {
+        path: leaf
+        for path, leaf in arrays.items()
+        if not path.startswith(_ACCUMULATED) or not is_spread(leaf)
+    }
+
+
+def is_spread(leaf: Any) -> bool:
+    """Returns whether each process holds but a part of an array."""
+    return isinstance(leaf, jax.Array) and not (
+        leaf.is_fully_addressable or leaf.is_fully_replicated
+    )
 
 
 def check_match(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
@@ -202,7 +213,7 @@ def check_match(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
         )
 
 
-def _for_ranks(arrays: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
+def for_ranks(arrays: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
     """Returns arrays with accumulated gradients `[ranks, ...]` of as many ranks as expected."""
     found = dict(arrays)
     for path, leaf in expected.items():

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -31,7 +32,14 @@ from tnt_jax.train.contracts import Batch, Hooks, Parts, Start, Steps, TrainingS
 from tnt_jax.train.execution import DeviceBatches, InFlight, in_groups, stack
 from tnt_jax.train.finite import OnNaN
 from tnt_jax.train.memory_choice import first_run
-from tnt_jax.train.state import TrainState, descriptions, moved, state_arrays, with_arrays
+from tnt_jax.train.state import (
+    TrainState,
+    descriptions,
+    is_spread,
+    moved,
+    state_arrays,
+    with_arrays,
+)
 from tnt_jax.train.steps.global_step import row_sharding
 from tnt_jax.train.steps.step import make_predict_step
 
@@ -260,7 +268,7 @@ class Trainer:
         self.state = self.steps.put_state(state)
 
     def gathered_state(self, *, alone: bool = False) -> TrainState:
-        """Returns the state with what lies in parts replicated.
+        """Returns the state with what lies in parts replicated, gradients of ranks as their sum.
 
         All processes must call it, unless `alone` is True: a RuntimeError then refuses what is
         sharded over several.
@@ -276,7 +284,15 @@ class Trainer:
                 "Save on every process: leave OnMaster out."
             )
         params, opt_state = jax.tree.map(self.gather, (state.params, state.opt_state))
-        return replace(state, params=params, opt_state=opt_state)
+        state = replace(state, params=params, opt_state=opt_state)
+        if alone:
+            return state
+        rows = jax.tree.map(self._gather_rows, (state.accumulated, state.residual))
+        return replace(state, accumulated=rows[0], residual=rows[1])
+
+    def _gather_rows(self, x: jax.Array) -> jax.Array:
+        """Returns `[ranks, ...]` as it is if this process holds it, else the sum `[1, ...]`."""
+        return self.gather(jnp.sum(x, 0, keepdims=True)) if is_spread(x) else x
 
     def gather(self, x: jax.Array) -> jax.Array:
         """Returns an array replicated; of a sharded one all processes must ask for it."""

@@ -35,11 +35,11 @@ from tnt_jax.keras_compat.saving.weight_files import (
     write_safetensors,
 )
 from tnt_jax.keras_compat.state.core import Core
-from tnt_jax.keras_compat.state.model_state import ModelState, only
+from tnt_jax.keras_compat.state.model_state import OF_OPTIMIZER, ModelState, only
 from tnt_jax.log import logger
 from tnt_jax.train.checkpoints.checkpoint import STEP_PREFIX, Checkpoints
 from tnt_jax.train.checkpoints.directory import OwnFolders
-from tnt_jax.train.state import TrainState, state_arrays, without_accumulated
+from tnt_jax.train.state import TrainState, state_arrays, without_parts
 
 PathLike = str | os.PathLike[str]
 
@@ -180,7 +180,7 @@ class Saving:
         )
 
     def _write_file(self, path: Path, state: TrainState, notes: dict[str, Any]) -> None:
-        arrays = without_accumulated(state_arrays(state))
+        arrays = without_parts(state_arrays(state))
         with replacing(path) as temporary:
             if path.name.endswith(SAFETENSORS_ENDING):
                 write_safetensors(temporary, only(arrays, "params", "model_state"))
@@ -188,7 +188,7 @@ class Saving:
                 self._core.adapter.write_back(
                     Variables(*jax.tree.map(np.array, (state.params, state.model_state)))
                 )
-                rest = only(arrays, "opt_state", "step")
+                rest = only(arrays, *OF_OPTIMIZER)
                 config, compilation = None, self._core.compilation
                 if compilation is not None and compilation.arguments.objective is None:
                     optimizer = self.training_state.optimizer

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -43,7 +44,7 @@ from tnt_jax.settings import PREEMPTED_EXIT_CODE, read_settings
 from tnt_jax.train.checkpoints.checkpoint import Position
 from tnt_jax.train.checkpoints.data_position import DataPosition, batches_done, describe_position
 from tnt_jax.train.contracts import Batch
-from tnt_jax.train.state import state_arrays, with_arrays, without_accumulated
+from tnt_jax.train.state import state_arrays, with_arrays
 
 _DIR, _EVERY = "TNT_CHECKPOINT_DIR", "TNT_CHECKPOINT_EVERY"
 CHANGES = ("model", "optimizer", "learning_rate", "loss", "metrics", "data", "batch_size")
@@ -373,12 +374,9 @@ class Resumption:
     def adopt_master_state(self) -> None:
         """Replaces the training state and the first epoch by the master's, on every process."""
         trainer = self._core.trainer
-        state = trainer.gathered_state()
-        arrays = {
-            path: np.asarray(leaf)
-            for path, leaf in without_accumulated(state_arrays(state)).items()
-        }
-        trainer.set_state(with_arrays(state, collectives.broadcast(arrays)))
+        state = replace(trainer.gathered_state(), accumulated=None, residual=None)
+        arrays = {path: np.asarray(leaf) for path, leaf in state_arrays(state).items()}
+        trainer.set_state(with_arrays(trainer.require_state(), collectives.broadcast(arrays)))
         epoch = -1 if self.initial_epoch is None else self.initial_epoch
         epoch = int(collectives.broadcast(np.int64(epoch)))
         self.initial_epoch = None if epoch < 0 else epoch

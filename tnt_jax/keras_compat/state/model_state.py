@@ -13,7 +13,10 @@ from tnt_jax.keras_compat.callbacks.base import check_can_read, check_changes_mo
 from tnt_jax.keras_compat.state.core import Core
 from tnt_jax.keras_compat.state.optimizer_view import OptimizerView
 from tnt_jax.log import logger
-from tnt_jax.train.state import TrainState, check_match, state_arrays, with_arrays
+from tnt_jax.train.state import TrainState, check_match, for_ranks, state_arrays, with_arrays
+
+OF_OPTIMIZER = ("opt_state", "step", "accumulated", "residual")
+"""Parts of the training state that belong to the optimizer."""
 
 
 class ModelState:
@@ -114,15 +117,18 @@ class ModelState:
 
     def replace_optimizer_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Replaces the optimizer state by that in `arrays`, if it is of the same kind."""
-        arrays = only(arrays, "opt_state", "step")
-        if self._core.compilation is None or not arrays:
+        saved = only(arrays, "opt_state", "step")
+        if self._core.compilation is None or not saved:
             return
+        # Whether gradients are accumulated may have changed.
+        current = state_arrays(self.require_built())
+        accumulated = only(arrays, "accumulated", "residual")
+        saved |= {path: x for path, x in accumulated.items() if path in current}
         try:
-            self._replace(arrays, "opt_state", "step")
+            self._replace(saved, *OF_OPTIMIZER)
         except ValueError as error:
             logger.warning(
-                "The optimizer starts from a new state, because the saved state belongs to another "
-                "one. %s",
+                "The optimizer keeps its state, because the saved state belongs to another one. %s",
                 error,
             )
 
@@ -143,6 +149,7 @@ class ModelState:
     def _replace(self, arrays: Mapping[str, np.ndarray], *parts: str) -> None:
         state = self.require_built()
         current = state_arrays(state)
+        arrays = for_ranks(arrays, only(current, *parts))
         check_match(only(current, *parts), arrays)
         put = {path: _jax.put(leaf, current[path].sharding) for path, leaf in arrays.items()}
         self._core.trainer.state = with_arrays(state, {**current, **put})

@@ -51,7 +51,7 @@ from tnt_jax.train.checkpoints.files import (
     spread_regions,
     write_part,
 )
-from tnt_jax.train.state import TrainState, state_arrays, without_accumulated
+from tnt_jax.train.state import TrainState, state_arrays, without_parts
 
 OnSaveError = Literal["warn", "raise"]
 STEP_PREFIX = "tnt_jax_step"
@@ -401,7 +401,7 @@ class Checkpoints:
             return None
         position_note = None if position is None else [position.epoch, position.batch]
         if self._alone:
-            trees["state"] = without_accumulated(trees["state"])
+            trees["state"] = without_parts(trees["state"])
         content = Content.of(
             trees,
             {"position": position_note, "notes": dict(notes or {})},

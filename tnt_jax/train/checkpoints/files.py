@@ -31,6 +31,7 @@ import numpy as np
 from tnt_jax import _jax
 from tnt_jax.files import irregular_entries, read_regular
 from tnt_jax.train.checkpoints.directory import FILES, FOLDER, write_mark
+from tnt_jax.train.state import is_spread
 
 # The names are Orbax's.
 _DESCRIPTION = "_METADATA"
@@ -73,13 +74,6 @@ class HostArray:
 
 def _starts(index: tuple[slice, ...]) -> tuple[int, ...]:
     return tuple(part.start or 0 for part in index)
-
-
-def is_spread(leaf: Any) -> bool:
-    """Returns whether each process holds but a part of an array."""
-    return isinstance(leaf, jax.Array) and not (
-        leaf.is_fully_addressable or leaf.is_fully_replicated
-    )
 
 
 def spread_regions(arrays: Mapping[str, Any]) -> dict[str, Regions]:
