@@ -14,6 +14,7 @@ import pytest
 from crashes import Crash, CrashAt
 
 import tnt_jax as tnt
+from tnt_jax.keras_compat.compiling.compiled import Layout
 from tnt_jax.log import logger
 
 
@@ -547,3 +548,26 @@ def test_what_cannot_be_set_says_so():
     for name in ("metrics_names", "metrics", "layers", "module"):
         with pytest.raises(AttributeError, match="has no setter"):
             setattr(model, name, [])
+
+
+@pytest.mark.parametrize(
+    ("outputs", "given", "expected"),
+    [
+        ({"age": 0, "sex": 0}, {"sex": 1, "age": 2}, [2, 1]),
+        ({"age": 0, "sex": 0}, {"label_of_sex": 1, "x_age": 2}, None),
+        ({"age": 0, "sex": 0}, {"agee": 2, "sex": 1}, None),
+        ((0, 0), {"age": 2, "sex": 1}, None),
+        ({"a": {"b": 0, "c": 0}, "d": 0}, {"a": {"b": 1, "c": 2}, "d": 3}, [1, 2, 3]),
+        ({"a": {"b": 0, "c": 0}, "d": 0}, {"a": {"c": 2}, "d": 3}, [None, 2, 3]),
+        ((0, {"b": 0}), (1, {"c": 2}), [1, 2]),
+        (0, {"label": 1}, [1]),
+    ],
+)
+def test_names_of_several_outputs_must_be_known(outputs, given, expected):
+    layout = Layout(outputs)
+    needed = [True] * len(layout.keys)
+    if expected is not None:
+        assert layout.data(given, needed, "target") == expected
+        return
+    with pytest.raises(ValueError, match=r"but the data has a dict of .* target\(s\)"):
+        layout.data(given, needed, "target")

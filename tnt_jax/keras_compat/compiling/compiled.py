@@ -67,8 +67,8 @@ class Layout:
     """The outputs of a model in order: keys of a dict, names of Keras, or `output_0` and so on."""
 
     def __init__(self, outputs: Any, declared: Sequence[str] | None = None) -> None:
-        leaves = jax.tree_util.tree_leaves_with_path(outputs, is_leaf=_is_none)
-        paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+        leaves = list(_by_path(outputs).items())
+        self._paths = paths = [path for path, _ in leaves]
         # JAX sorts the keys of a dict; a Keras model may declare another order.
         is_dict = isinstance(outputs, Mapping) and set(paths) == set(outputs)
         given = list(declared or ()) if len(declared or ()) == len(leaves) else []
@@ -94,7 +94,12 @@ class Layout:
         """Returns each output's targets or weights, given by name or in order, or None."""
         if isinstance(tree, Mapping) and set(tree) <= set(self.keys):
             return [tree.get(key) for key in self.keys]
-        leaves = jax.tree.leaves(tree, is_leaf=_is_none)
+        by_path = _by_path(tree)
+        leaves = list(by_path.values())
+        if isinstance(tree, Mapping) and not self._is_single:
+            # Unknown names do not say which output is meant.
+            is_known = set(by_path) <= set(self._paths)
+            leaves = [by_path.get(path) for path in self._paths] if is_known else []
         if len(leaves) == len(self.keys):
             return [leaves[index] for index in self._order]
         wanted = [index for index, is_needed in enumerate(needed) if is_needed]
@@ -165,6 +170,11 @@ def make_output_specs(
         )
         for number, (part, factor) in enumerate(zip(resolved, weights, strict=True))
     ]
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_none)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def _is_none(value: Any) -> bool:
