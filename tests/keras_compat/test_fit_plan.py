@@ -11,6 +11,7 @@ from tnt_jax.keras_compat.fit.data_intake import (
     FitArguments,
     Plan,
     carry_out_split,
+    class_weighting,
     to_batch,
 )
 
@@ -73,3 +74,26 @@ def test_class_weights_reach_the_step_with_the_mask():
     assert list(batch.weight) == [1, 2, 1]
     assert list(batch.mask) == [1, 1, 0]
     assert plan().unpack(item).weight is None
+
+
+# As `class_weight_to_sample_weights` of Keras 3.15, and for labels of several places.
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        ([[0.95], [0.05], [0.6]], [3, 1, 3]),
+        ([1, -1, 7], [3, 1, 1]),
+        ([[1, 0], [0, 1], [0.4, 0.6]], [1, 3, 3]),
+        ([[[0], [1]], [[1], [1]], [[0], [0]]], [[1, 3], [3, 3], [1, 1]]),
+    ],
+)
+def test_class_weights_are_those_of_the_nearest_label(targets, expected):
+    weigh = class_weighting({0: 1.0, 1: 3.0})
+    found = weigh(np.array(targets), None)
+    np.testing.assert_array_equal(found, expected)
+    factors = np.array([1.0, 2.0, 4.0])
+    for given in (factors, factors[:, None]):
+        product = weigh(np.array(targets), given)
+        assert product.size == found.size
+        np.testing.assert_array_equal(
+            product.reshape(3, -1), found.reshape(3, -1) * factors[:, None]
+        )

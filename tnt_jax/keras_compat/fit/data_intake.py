@@ -156,12 +156,12 @@ def class_weighting(class_weight: Mapping[int, float] | None) -> Weighting | Non
             )
         labels = targets
         if targets.ndim > 1:
-            labels = targets[:, 0] if targets.shape[1] == 1 else np.argmax(targets, axis=-1)
-        labels = np.asarray(labels).astype(np.int64)
-        weights = np.where(
-            labels < len(table), table[np.minimum(labels, len(table) - 1)], np.float32(1)
-        )
-        return weights if weight is None else weights * weight
+            labels = targets[..., 0] if targets.shape[-1] == 1 else np.argmax(targets, axis=-1)
+        labels = np.round(np.asarray(labels)).astype(np.int64)
+        is_known = (labels >= 0) & (labels < len(table))
+        weights = np.where(is_known, table[np.where(is_known, labels, 0)], np.float32(1))
+        # Reversed, because one may have fewer dimensions: their leading ones are alike.
+        return weights if weight is None else (weights.T * np.transpose(weight)).T
 
     return weigh
 
