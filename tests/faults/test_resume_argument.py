@@ -15,7 +15,7 @@ import tnt_jax as tnt
 from tnt_jax import callbacks
 from tnt_jax.keras_compat.fit import resume
 from tnt_jax.keras_compat.fit.preparation import Shared
-from tnt_jax.keras_compat.fit.resume import choose_directory
+from tnt_jax.keras_compat.fit.resume import choose_directory, count_fit
 from tnt_jax.train.checkpoints.checkpoint import Checkpoints
 
 
@@ -79,6 +79,7 @@ def test_the_directory_of_the_argument_and_of_the_variable(
     if variable is not None:
         monkeypatch.setenv("TNT_CHECKPOINT_DIR", variable)
     assert choose_directory(given, None) == tmp_path / place / "fit-1"
+    count_fit(tmp_path / place / "fit-1")
     assert choose_directory(given, CrashAt(1)) == tmp_path / place / "fit-2"
 
 
@@ -430,3 +431,14 @@ def test_the_best_epoch_is_kept_besides_the_newest(use_ranks):
     best = checkpoints.newest(before=ended)
     assert checkpoints.read(best).position.epoch == 2
     checkpoints.close()
+
+
+def test_a_call_that_raises_before_it_trains_is_not_counted(use_ranks, tmp_path):
+    with pytest.raises(ValueError, match="same number of rows"):
+        fit(resume="runs", y=data(48)[1][:3])
+    whole = fit(resume="runs")
+    assert [path.name for path in Path("runs").iterdir()] == ["fit-1"]
+    start_again(use_ranks)
+    with pytest.raises(ValueError, match="holds another run"):
+        fit(resume="runs", optimizer="adam")
+    assert_same(fit(resume="runs"), whole)

@@ -40,7 +40,7 @@ from tnt_jax.keras_compat.fit.elastic import Call, HasEnded, Recovery, why_not_a
 from tnt_jax.keras_compat.fit.evaluation import evaluate_source
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments, PhaseHooks, Place
 from tnt_jax.keras_compat.fit.preparation import Shared
-from tnt_jax.keras_compat.fit.resume import ending_on_request, save_and_exit
+from tnt_jax.keras_compat.fit.resume import count_fit, ending_on_request, save_and_exit
 from tnt_jax.keras_compat.fit.start_check import (
     Divergence,
     compare_sources,
@@ -108,6 +108,7 @@ class FitLoop:
     def run(self, data: DataArguments, arguments: FitArguments) -> History:
         """Returns the history; a signal ends it, if a callback can save its state."""
         if self._call.has_ended:
+            count_fit(arguments.checkpoint_directory)
             return self._ended()
         callbacks = unwrapped(self._callbacks.callbacks) if self.trains else ()
         with ending_on_request(callbacks) as self._points:
@@ -252,6 +253,7 @@ class FitLoop:
         plan, hooks, progress = self._plan, self._hooks, self._shared.progress
         progress.stop_training = False
         hooks.call("on_train_begin", {})
+        count_fit(plan.arguments.checkpoint_directory)
         start = self._shared.resumption.take(plan.arguments.initial_epoch, plan.unpack(plan.first))
         goodput.account().begin_training(int(self._core.trainer.require_state().step))
         if self._call.joins:

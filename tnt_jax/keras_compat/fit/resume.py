@@ -62,7 +62,7 @@ _MAY_VARY, _WHOSE = " (may vary)", ("in the checkpoint", "now")
 _CODE = re.compile(r" \(code [0-9a-f]+\)")
 # Some checkpoints name the module that defines a class, which may move, and not the public one.
 _DEFINES = re.compile(r"\btnt_jax\.keras_compat\.(\w+)(\.[a-z_0-9]+)*(?=\.)")
-# How many calls of `fit` have used a directory in this job.
+# How many calls of `fit` have trained with a directory in this job.
 _fits = Slot[Counter[Path]](Counter, lasts=True)
 
 
@@ -90,8 +90,13 @@ def choose_directory(resume: Any, callbacks: Any) -> Path | None:
     else:
         base = Path(resume).absolute()
     # So that each call of a script finds its own again.
-    _fits.get()[base] += 1
-    return base / f"fit-{_fits.get()[base]}"
+    return base / f"fit-{_fits.get()[base] + 1}"
+
+
+def count_fit(directory: Path | None) -> None:
+    """Gives the next call of `fit` the next directory; one that fails before it trains does not."""
+    if directory is not None:
+        _fits.get()[directory.parent] += 1
 
 
 def _ray_report(callbacks: Any) -> RayReport | None:
