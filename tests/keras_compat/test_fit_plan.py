@@ -68,6 +68,11 @@ def test_without_a_split_nothing_changes():
     assert carry_out_split(data, arguments()) == (data, arguments())
 
 
+def test_validation_data_takes_the_place_of_the_split():
+    given = DataArguments(np.arange(4)), arguments(validation_split=0.5, validation_data="other")
+    assert carry_out_split(*given) == given
+
+
 def test_class_weights_reach_the_step_with_the_mask():
     item = HostBatch((np.zeros((3, 2)), np.array([0, 1, 0])), np.array([1, 1, 0]), num_rows=2)
     batch = plan(weighting=lambda targets, weight: 1.0 + targets).unpack(item)

@@ -220,7 +220,8 @@ class Model(SingleBatches, Saving, Inspection):
             verbose: 0 silent, 1 a bar, 2 one line per epoch; `"auto"` is 1. Only the master prints.
             callbacks: `tnt_jax.callbacks.Callback` objects.
             validation_split: Part of the arrays, from their end, that is held out to validate.
-            validation_data: `(x, y)`, `(x, y, weights)` or a dataset, evaluated after epochs.
+            validation_data: `(x, y)`, `(x, y, weights)` or a dataset, evaluated after epochs; the
+                split then has no effect.
             shuffle: Whether arrays get a new order every epoch, by the model's seed.
             class_weight: Weight of each class index, multiplied into the sample weights.
             sample_weight: Weights `[examples]`, with arrays only.

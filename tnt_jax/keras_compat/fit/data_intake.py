@@ -255,7 +255,7 @@ def carry_out_split(
 ) -> tuple[DataArguments, FitArguments]:
     """Returns the arguments of `fit` with the last rows as validation data, as in Keras."""
     share = arguments.validation_split
-    if not share:
+    if not share or arguments.validation_data is not None:
         return data, arguments
     if not is_arrays(data.x):
         raise ValueError(
