@@ -9,7 +9,14 @@ from long_params import long_but_last
 
 from tnt_jax import _jax
 from tnt_jax.train.contracts import Batch, LossTerm
-from tnt_jax.train.steps.epoch_sums import add_sums, divide, num_real_rows, quotient, weighted_sum
+from tnt_jax.train.steps.epoch_sums import (
+    add_sums,
+    divide,
+    num_real_rows,
+    quotient,
+    weighted,
+    weighted_sum,
+)
 
 ROWS, RANK = PartitionSpec("data"), PartitionSpec()
 
@@ -57,3 +64,9 @@ def test_the_loss_of_an_epoch_weighs_batches_by_their_rows():
     assert sums["loss"][0] / sums["loss"][1] == mean
     assert [float(total / rows) for total, rows in sums["losses"]] == [mean, -mean]
     assert sums["metrics"]["hits"].tolist() == [2, 24]
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "uint8"])
+def test_weights_of_whole_numbers_may_be_fractions(dtype):
+    values, weight = weighted(jnp.array([1, 1, 0], dtype), np.array([0.5, 0.25, 9]), None, None)
+    np.testing.assert_array_equal(values * weight, [0.5, 0.25, 0])

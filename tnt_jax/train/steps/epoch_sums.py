@@ -126,6 +126,8 @@ def weighted(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns values and weights of matching ranks, which are 0 on padding and invalid values."""
     weight = None
+    if not jnp.issubdtype(values.dtype, jnp.inexact):
+        values = values.astype(jnp.float32)  # Weights may be fractions.
     if sample_weight is not None:
         values, weight = _aligned(values, jnp.asarray(sample_weight).astype(values.dtype))
         weight = weight if mask is None else where_rows(mask, weight, 0)
