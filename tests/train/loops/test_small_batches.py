@@ -66,3 +66,12 @@ def test_every_small_batch_on_few_ranks_gives_the_numbers_of_numpy(use_ranks, nu
         np.testing.assert_allclose(
             jax.device_get(state[0]), weights, rtol=1e-5, atol=1e-5, err_msg=where
         )
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_infinite_rows_are_reduced_alike_on_any_number_of_ranks(use_ranks, op):
+    use_ranks(2)  # One of them has two rows and a row of padding.
+    infinite = np.full(5, -np.inf if op == "max" else np.inf, np.float32)
+    step = tnt.distributed_eval_step(lambda _, batch: tnt.reduce(batch.inputs, op))
+    for batch in tnt.distribute(infinite, infinite, batch_size=5, shuffle=False):
+        assert float(step({}, batch)) == infinite[0]

@@ -190,7 +190,9 @@ def _neutral(dtype: Any, op: Op) -> Any:
         return 0
     if dtype == jnp.bool_:
         return op == "min"
-    limits = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
+    if jnp.issubdtype(dtype, jnp.floating):
+        return -math.inf if op == "max" else math.inf
+    limits = jnp.iinfo(dtype)
     return limits.min if op == "max" else limits.max
 
 
