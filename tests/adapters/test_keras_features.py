@@ -396,3 +396,23 @@ def test_what_keras_itself_distributes_and_compiles(use_ranks, monkeypatch):
     monkeypatch.setattr(keras.distribution, "distribution", lambda: object())
     with pytest.raises(ValueError, match=r"keras.distribution is set"):
         tnt.Model(model).predict(X, verbose=0)
+
+
+class Magnitude(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    def call(self, x):
+        self.tracker.update_state(keras.ops.abs(x))
+        return x
+
+
+def test_a_metric_of_a_layer_called_loss_does_not_replace_the_loss():
+    dense = keras.layers.Dense(1, kernel_initializer="ones")
+    model = tnt.Model(keras.Sequential([keras.Input((4,)), Magnitude(), dense]))
+    model.compile("sgd", "mse")
+    x, y = np.full((8, 4), 2, np.float32), np.ones((8, 1), np.float32)
+    assert model.evaluate(x, y, verbose=0, return_dict=True) == {"loss": 49.0, "loss_1": 2.0}
+    assert model.metrics_names == ["loss", "loss_1"]
+    assert float(model.metrics_by_log["loss_1"].result()) == 0  # The layer's own, left as it was.

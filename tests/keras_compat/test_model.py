@@ -374,3 +374,17 @@ def test_a_slow_source_is_reported_once(capsys):
     warnings = capsys.readouterr().err
     assert warnings.count("Training waits for its data") == 1
     assert "num_parallel_calls" in warnings
+
+
+def test_a_metric_called_loss_does_not_replace_the_loss():
+    x, y = np.ones((8, 4), np.float32), np.ones((8, 1), np.float32)
+    module = nn.Dense(1, kernel_init=nn.initializers.ones)
+
+    def objective(params, batch, rngs):
+        error = ((module.apply({"params": params}, batch.inputs) - batch.targets) ** 2)[:, 0]
+        return error + 5, {"loss": error}
+
+    model = tnt.Model(module)
+    model.compile("sgd", objective=objective)
+    assert model.evaluate(x, y, verbose=0, return_dict=True) == {"loss": 14.0, "loss_1": 9.0}
+    assert model.metrics_names == ["loss", "loss_1"]

@@ -16,7 +16,7 @@ import optax
 from tnt_jax.adapters.base import Adapter
 from tnt_jax.keras_compat import losses, metrics
 from tnt_jax.keras_compat.compiling.keras_training import check_training_methods, choose_optimizer
-from tnt_jax.keras_compat.compiling.objective import CompiledObjective
+from tnt_jax.keras_compat.compiling.objective import CompiledObjective, unused_name
 from tnt_jax.keras_compat.compiling.row_checks import PerRow, outputs_per_row
 from tnt_jax.keras_compat.keras_objects import mask_of_outputs
 from tnt_jax.keras_compat.losses import Loss
@@ -185,23 +185,19 @@ def by_log_name(specs: Sequence[OutputSpec]) -> dict[str, Metric]:
     """Returns the metrics by the names of their logs, each once, as Keras makes them."""
     used: set[str] = {"loss", *(f"{spec.prefix}loss" for spec in specs if spec.loss is not None)}
     plain = [
-        [_unused(f"{spec.prefix}{metric.name}", used) for metric in spec.metrics] for spec in specs
+        [unused_name(f"{spec.prefix}{metric.name}", used) for metric in spec.metrics]
+        for spec in specs
     ]
     found: dict[str, Metric] = {}
     for spec, names in zip(specs, plain, strict=True):
         found |= zip(names, spec.metrics, strict=True)
         for metric in spec.weighted_metrics:
             name = f"{spec.prefix}{metric.name}"
-            name = _unused(f"{spec.prefix}weighted_{metric.name}" if name in used else name, used)
+            name = unused_name(
+                f"{spec.prefix}weighted_{metric.name}" if name in used else name, used
+            )
             found[name] = metric
     return found
-
-
-def _unused(name: str, used: set[str]) -> str:
-    candidates = [name, *(f"{name}_{index}" for index in range(1, len(used) + 1))]
-    unused = next(candidate for candidate in candidates if candidate not in used)
-    used.add(unused)
-    return unused
 
 
 _AROUND_FUNCTIONS = (losses.LossFunctionWrapper, OptaxLoss, MeanMetricWrapper)

@@ -78,6 +78,8 @@ class ObjectiveParts:
     ) -> Measured:
         """Returns the objective of one rank's rows."""
         values, metrics, forward = self._call(params, model_state, batch, key, train=train)
+        used = {"loss"}
+        metrics = {unused_name(name, used): metrics[name] for name in sorted(metrics)}
         self.names[:] = sorted(metrics)
         total, count = _mean_over_rows.terms(values, values, batch.weight, batch.mask)
         increments = {name: Mean().increments(value, batch.mask) for name, value in metrics.items()}
@@ -135,6 +137,14 @@ class _Forward:
         self.model_state, self.increments = applied.model_state, applied.increments
         self.penalty = self.penalty + applied.penalty
         return applied.outputs
+
+
+def unused_name(name: str, used: set[str]) -> str:
+    """Returns a name for a log, with a number if it is used already, and adds it to `used`."""
+    candidates = [name, *(f"{name}_{index}" for index in range(1, len(used) + 1))]
+    unused = next(candidate for candidate in candidates if candidate not in used)
+    used.add(unused)
+    return unused
 
 
 def _check(values: Any, metrics: Any, num_rows: int) -> None:

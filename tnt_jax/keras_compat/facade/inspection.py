@@ -260,7 +260,7 @@ class Inspection:
         functions = self._core.functions
         if functions is None:
             return []
-        return functions.metrics_names() + list(self._core.adapter.held_metrics())
+        return functions.metrics_names() + list(self._held_metrics())
 
     @property
     def metrics_by_log(self) -> dict[str, Any]:
@@ -273,7 +273,10 @@ class Inspection:
             return {}
         sums = self._shared.progress.epoch_sums
         found = functions.metrics_by_log(sums) if isinstance(functions, Compiled) else {}
-        return found | self._core.adapter.held_metrics()
+        return found | self._held_metrics()
+
+    def _held_metrics(self) -> dict[str, Any]:
+        return self._core.by_log_name(self._core.adapter.held_metrics())
 
     @property
     def metrics(self) -> list[Any]:

@@ -23,7 +23,7 @@ from tnt_jax.job import Slot
 from tnt_jax.keras_compat.callbacks.base import check_can_read, check_changes_model
 from tnt_jax.keras_compat.compiling.compiled import Compilation, Compiled
 from tnt_jax.keras_compat.compiling.keras_training import transformation_of
-from tnt_jax.keras_compat.compiling.objective import CompiledObjective
+from tnt_jax.keras_compat.compiling.objective import CompiledObjective, unused_name
 from tnt_jax.keras_compat.keras_objects import is_keras
 from tnt_jax.keras_compat.state.options import ModelOptions, refuse_with_local_steps
 from tnt_jax.log import logger
@@ -642,10 +642,17 @@ class Core:
     def logs(self, sums: Any) -> dict[str, float]:
         """Returns the logs for the sums of an epoch so far."""
         assert self.functions is not None
-        logs = self.functions.results(sums) | self.adapter.metric_results(sums["metrics"]["model"])
+        own = self.adapter.metric_results(sums["metrics"]["model"])
+        logs = self.functions.results(sums) | self.by_log_name(own)
         if CHECKED in sums and not np.asarray(sums["loss"][1]):
             logs["loss"] = math.nan  # Every step was left.
         return logs
+
+    def by_log_name(self, of_model: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what the model's own metrics have, by names that no other log has."""
+        assert self.functions is not None
+        used = set(self.functions.metrics_names())
+        return {unused_name(name, used): value for name, value in of_model.items()}
 
     def training_logs(self, sums: Any) -> dict[str, float]:
         """Returns the logs of training; with `on_nan` they count the steps that were left."""
