@@ -300,3 +300,50 @@ def test_errors_name_what_is_wrong():
         TypeError, match=r"flax\.nnx\.Module or a keras\.Model, but got builtins\.int"
     ):
         adapter_for(3)
+
+
+class Scaled(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.dropout, self.scale = nnx.Dropout(0.9, rngs=rngs), 1.0
+        self.head = nnx.Linear(NUM_FEATURES, 3, rngs=rngs)
+
+    def __call__(self, x):
+        self.sow(nnx.Intermediate, "seen", x)
+        return self.head(self.dropout(x)) * self.scale
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+def test_changes_between_two_calls_count(use_ranks):
+    use_ranks(2)
+    x, y = make_data(8)
+    options = {"batch_size": 8, "verbose": 0}
+
+    def fitted(net):
+        model = tnt.Model(net)
+        model.compile(optax.sgd(0.1), optax.softmax_cross_entropy_with_integer_labels)
+        return model, model.fit(x, y, **options).history["loss"]
+
+    def check(model, net):
+        programs = model._trainer.programs
+        np.testing.assert_allclose(
+            model.predict(x, **options), nnx.clone(net)(x), rtol=TOLERANCE, atol=TOLERANCE
+        )
+        model.fit(x, y, **options)
+        return model._trainer.programs is programs
+
+    net = Scaled()
+    model, _ = fitted(net)
+    model.fit(x, y, **options)
+    net.dropout.rate = 0.0
+    without_dropout = Scaled()
+    nnx.update(without_dropout, nnx.state(net))
+    without_dropout.dropout.rate = 0.0
+    assert model.fit(x, y, **options).history["loss"] == fitted(without_dropout)[1]
+    net.eval()
+    net(x)
+    assert check(model, net)  # Neither its mode nor what a call sows has anything compiled anew.
+    net.scale = 3.0
+    assert not check(model, net)
+    net.head = nnx.Linear(NUM_FEATURES, 3, use_bias=False, rngs=nnx.Rngs(1))
+    assert not check(model, net)

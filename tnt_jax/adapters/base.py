@@ -138,7 +138,7 @@ class Adapter(Protocol):
         ...
 
     def trains_others(self) -> bool:
-        """Returns whether the user's object trains other variables than when last read."""
+        """Returns whether the user's object trains or computes otherwise than when last read."""
         return False
 
     def has_assigned(self) -> bool:
@@ -157,8 +157,8 @@ def check_trains_the_same(adapter: Adapter) -> None:
     """Raises a ValueError if the user's object has come to train other variables in a call."""
     if adapter.trains_others():
         raise ValueError(
-            f"A layer of the model {adapter.name!r} was frozen or unfrozen while the model was "
-            "being trained. Do so between two calls of fit."
+            f"A layer of the model {adapter.name!r} was changed, frozen or unfrozen while the "
+            "model was being trained. Do so between two calls of fit."
         )
 
 

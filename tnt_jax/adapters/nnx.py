@@ -6,10 +6,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx, traverse_util
 
 from tnt_jax import _jax
-from tnt_jax.adapters.base import LOSSES, Adapter, Applied, CallStyle, Variables
+from tnt_jax.adapters.base import (
+    LOSSES,
+    TRAIN_FLAGS,
+    Adapter,
+    Applied,
+    CallStyle,
+    Variables,
+)
 from tnt_jax.adapters.batch_statistics import normalize, real_row_moments
 from tnt_jax.adapters.call_errors import explained
 from tnt_jax.adapters.forward_passes import (
@@ -45,10 +53,8 @@ class NnxAdapter(Adapter):
         self._takes_rngs = "rngs" in inspect.signature(module).parameters
         self._style = CallStyle.of(module)
         self._seen: list[tuple[tuple[str, ...], nnx.Variable, Any]] = []
-        self.draws: dict[Any, Draws] = {}
         self.has_warned = False
-        parts = nnx.split(module, is_loss, nnx.Param, is_random, ...)
-        self._graph, self._losses, _, self._random, _ = parts
+        self._split()
 
     def sample_inputs(self) -> tuple[()]:
         """Returns no inputs: the module holds its variables already."""
@@ -57,7 +63,14 @@ class NnxAdapter(Adapter):
     def init(self, inputs: Any, *, seed: int) -> Variables:
         """Returns the variables that the module holds, whatever the inputs and the seed."""
         self._seen = self._held_arrays()
-        _, _, params, _, rest = nnx.split(self.module, is_loss, nnx.Param, is_random, ...)
+        return self._split()
+
+    def _split(self) -> Variables:
+        """Takes the module's graph, which steps are traced with, and returns its variables."""
+        parts = nnx.split(self.module, _is_left, nnx.Param, is_random, ...)
+        self._graph, self._left, params, self._random, rest = parts
+        self._settings = self._read_settings()
+        self.draws: dict[Any, Draws] = {}
         return Variables(_nested(params), _nested(rest))
 
     @with_penalty_of_real_rows
@@ -70,7 +83,7 @@ class NnxAdapter(Adapter):
         random = reseeded(self._random, key)
         # A copy, because the variables of the user's own object belong to another trace.
         variables = self._state(Variables(params, model_state))
-        module = nnx.merge(self._graph, variables, random, self._losses, copy=True)
+        module = nnx.merge(self._graph, variables, random, self._left, copy=True)
         module.train() if train else module.eval()
         if train and mask is not None:
             _leave_out_padding(module, mask)
@@ -100,10 +113,10 @@ class NnxAdapter(Adapter):
         return self._state(jax.tree.map(jnp.asarray, variables))
 
     def trains_others(self) -> bool:
-        """Returns whether the module has other variables than when last read or written."""
+        """Returns whether the module has other variables or settings than when last read."""
         both = (self._held_arrays(), self._seen)
         held, seen = ([(path, id(leaf)) for path, leaf, _ in listed] for listed in both)
-        return held != seen
+        return held != seen or not _are_same(self._read_settings(), self._settings)
 
     def has_assigned(self) -> bool:
         """Returns whether an array was assigned to a variable since it was last read."""
@@ -130,6 +143,15 @@ class NnxAdapter(Adapter):
             (_names(path), leaf, leaf.get_value())
             for path, leaf in nnx.iter_graph(self.module)
             if isinstance(leaf, nnx.Variable) and _is_kept(path, leaf)
+        ]
+
+    def _read_settings(self) -> list[tuple[tuple[Any, ...], Any]]:
+        """Returns what the module has besides variables, except the flags of its mode, by path."""
+        return [
+            (path, value)
+            for path, value in nnx.iter_graph(self.module)
+            if not isinstance(value, (nnx.Variable, jax.Array, np.ndarray))
+            and not (path and (path[-1] in TRAIN_FLAGS or str(path[-1]).startswith("_pytree__")))
         ]
 
     def _state(self, variables: Variables) -> nnx.State:
@@ -219,8 +241,21 @@ def is_loss(path: Any, value: Any) -> bool:
     return any(base.__name__ in LOSSES for base in type(value).__mro__)
 
 
+def _is_left(path: Any, value: Any) -> bool:
+    """Returns whether a variable is what calls leave in the module: a loss, or a sown value."""
+    return is_loss(path, value) or isinstance(value, nnx.Intermediate)
+
+
 def _is_kept(path: Any, value: Any) -> bool:
-    return not is_random(path, value) and not is_loss(path, value)
+    return not is_random(path, value) and not _is_left(path, value)
+
+
+def _are_same(found: list[Any], known: list[Any]) -> bool:
+    def comparable(settings: list[Any]) -> list[Any]:
+        plain = (bool, int, float, str)
+        return [(path, x if isinstance(x, plain) else id(x)) for path, x in settings]
+
+    return comparable(found) == comparable(known)
 
 
 def _nested(state: nnx.State) -> dict[str, Any]:

@@ -726,6 +726,9 @@ class Core:
             trainer.build_from(variables)
         else:
             self.replace_variables(variables)
+        if trains_others:
+            self.knows_outputs, self.dependence_of_outputs = False, None
+            trainer.renew_evaluation()
         return trains_others
 
     def replace_variables(self, variables: Variables) -> None:
