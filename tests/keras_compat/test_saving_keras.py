@@ -259,3 +259,22 @@ def test_loading_the_file_gives_a_model_that_trains_on(trained, tmp_path):
         one.fit(x, y, batch_size=8, shuffle=False, verbose=0)
     for a, b in zip(read.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["run", "run.keras"])
+def test_inputs_of_any_size_need_no_sample(tmp_path, name):
+    layers = [keras.layers.Conv2D(2, 3), keras.layers.GlobalAveragePooling2D()]
+    module = keras.Sequential([keras.Input((None, None, 3)), *layers])
+    model = tnt.Model(module)
+    model.compile("sgd", "mse")
+    model.summary()
+    model.set_weights([2 * x for x in model.get_weights()])
+    model.save(tmp_path / name)
+    loaded = tnt.models.load_model(tmp_path / name)
+    for mine, theirs in zip(loaded.get_weights(), module.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    for size in (4, 5):
+        x = np.ones((2, size, size, 3), np.float32)
+        np.testing.assert_allclose(loaded.predict(x, verbose=0), module(x), rtol=1e-5)
+        loaded.fit(x, np.zeros((2, 2)), verbose=0)
+        module.set_weights(loaded.get_weights())

@@ -75,14 +75,16 @@ class KerasAdapter(Adapter):
     def sample_inputs(self) -> Any:
         """Returns one row for each input; none of a model that knows its variables alone."""
         inputs = getattr(self.module, "inputs", None)
-        if not self.module.built or not inputs:
+        # Not every model takes inputs of size 1, even if its inputs have any size.
+        has_any_size = any(None in x.shape[1:] for x in inputs or ())
+        if not self.module.built or not inputs or has_any_size:
             # Layers that are built hold their variables; `attach` then needs no inputs yet.
             is_built = self.module.variables and all(
                 layer.built for layer in self._layers() if layer is not self.module
             )
             return () if is_built and self._sample is None else self._sample
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((1, *(size or 1 for size in x.shape[1:])), x.dtype),
+            lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype),
             inputs[0] if len(inputs) == 1 else self.module.input,
         )
 

@@ -180,7 +180,7 @@ def _build(model: Model, arrays: Mapping[str, Any], notes: Mapping[str, Any]) ->
                 f"The Keras model {model.module.name!r} does not know its inputs: call it on a "
                 "sample, and pass it as module=... to load_model."
             )
-        model.build(inputs)
+        model._trainer.build(inputs)
     elif is_linen(model.module):
         parts = traverse_util.unflatten_dict(dict(arrays), sep="/")
         variables = Variables(parts.get("params", {}), parts.get("model_state", {}))
@@ -190,12 +190,13 @@ def _build(model: Model, arrays: Mapping[str, Any], notes: Mapping[str, Any]) ->
 
 
 def _inputs_of(model: Model, notes: Mapping[str, Any]) -> Any:
-    """Returns shapes and dtypes of a Keras model's inputs, by itself or its file, or None."""
+    """Returns what to build a Keras model with, by itself or its file, or None."""
     inputs = model._core.adapter.sample_inputs()
     if not jax.tree.leaves(inputs):
-        inputs = keras_files.described_inputs(notes.get("config", {}))
-    # A model that was saved before it was called names none.
-    return inputs if jax.tree.leaves(inputs) else None
+        described = keras_files.described_inputs(notes.get("config", {}))
+        # A model that was saved before it was called names none.
+        return described if jax.tree.leaves(described) else inputs
+    return inputs
 
 
 def _load_keras_file(path: Path, compile: bool, rebuild: Rebuilder) -> Model:
@@ -210,7 +211,7 @@ def _load_keras_file(path: Path, compile: bool, rebuild: Rebuilder) -> Model:
     model = model_around(keras_model, notes.get("options", {"dict": []}), rebuild, Model)
     inputs = _inputs_of(model, notes)
     if inputs is not None:
-        model.build(inputs)
+        model._trainer.build(inputs)
     if not compile:
         return model
     _compile(model, path, notes, rebuild)
