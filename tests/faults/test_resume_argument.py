@@ -1,6 +1,7 @@
 """The argument `resume` of `fit`: where it saves, what it adds, and what it refuses."""
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -442,3 +443,10 @@ def test_a_call_that_raises_before_it_trains_is_not_counted(use_ranks, tmp_path)
     with pytest.raises(ValueError, match="holds another run"):
         fit(resume="runs", optimizer="adam")
     assert_same(fit(resume="runs"), whole)
+
+
+def test_a_fit_that_raises_frees_its_directory():
+    crash(5, resume="runs")
+    assert list(Path("runs/fit-1").glob("tnt_jax_backup_*"))
+    assert not list(Path("runs/fit-1").glob(".*.lock"))
+    assert "tnt_jax checkpoint lock" not in {thread.name for thread in threading.enumerate()}

@@ -388,3 +388,35 @@ def test_a_metric_called_loss_does_not_replace_the_loss():
     model.compile("sgd", objective=objective)
     assert model.evaluate(x, y, verbose=0, return_dict=True) == {"loss": 14.0, "loss_1": 9.0}
     assert model.metrics_names == ["loss", "loss_1"]
+
+
+def test_a_compile_that_raises_changes_nothing():
+    model = tnt.Model(nn.Dense(1), sync=tnt.LocalSteps(every=2))
+    with pytest.raises(ValueError, match="gradient_accumulation_steps"):
+        model.compile(tnt.optimizers.SGD(0.1, gradient_accumulation_steps=2), "mse")
+    assert not model.compiled
+
+
+class AtEnd(tnt.callbacks.Callback):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.function(self.model)
+
+
+def test_compile_is_refused_within_fit():
+    model = make_model()
+    with pytest.raises(RuntimeError, match="compile was called while fit runs"):
+        model.fit(*data(), verbose=0, callbacks=[AtEnd(lambda model: model.compile("sgd", "mse"))])
+    model.fit(*data(), verbose=0)
+
+
+def test_fit_within_fit_has_a_history_of_its_own():
+    inner = []
+    model = make_model()
+    again = AtEnd(lambda model: inner.append(model.fit(*data(), epochs=1, verbose=0)))
+    history = model.fit(*data(), epochs=2, verbose=0, callbacks=[again])
+    assert history.epoch == [0, 1]
+    assert [each.epoch for each in inner] == [[0], [0]]

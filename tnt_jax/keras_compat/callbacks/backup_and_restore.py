@@ -334,6 +334,10 @@ class BackupAndRestore(Callback):
         if removes and (self.writes or self.scope == "all_processes"):
             self._checkpoints.remove_all()
 
+    def release(self) -> None:
+        """Lets others write to the directory after an exception; other processes may not know."""
+        self._checkpoints.release()
+
     def save_now(self) -> bool:
         """Backs up between two steps, and returns whether the backup is written.
 

@@ -160,8 +160,14 @@ class Model(SingleBatches, Saving, Inspection):
             ValueError: If a name is unknown (the message lists the known ones), the loss is
                 missing, an option is invalid, or a Keras model overrides what a step does
                 (docs/keras_models.md).
+            RuntimeError: If a callback calls it while `fit` runs.
         """
-        self._core.compilation = new_compilation(
+        if self._core.is_fitting:
+            raise RuntimeError(
+                "compile was called while fit runs, whose steps it would replace. Call it between "
+                "two calls of fit; a callback may set model.optimizer.learning_rate."
+            )
+        compilation = new_compilation(
             self._core.module,
             run_eagerly=run_eagerly,
             jit_compile=jit_compile,
@@ -175,9 +181,10 @@ class Model(SingleBatches, Saving, Inspection):
             auto_scale_loss=auto_scale_loss,
             on_nan=on_nan,
         )
+        self._core.check_local_steps(compilation)
+        self._core.compilation = compilation
         self._core.forget_passes()
         self._core.fits_memory = False
-        self._core.check_local_steps()
 
     @calling("Model.fit")
     def fit(

@@ -40,7 +40,12 @@ from tnt_jax.keras_compat.fit.elastic import Call, HasEnded, Recovery, why_not_a
 from tnt_jax.keras_compat.fit.evaluation import evaluate_source
 from tnt_jax.keras_compat.fit.hooks import CallbackArguments, PhaseHooks, Place
 from tnt_jax.keras_compat.fit.preparation import Shared
-from tnt_jax.keras_compat.fit.resume import count_fit, ending_on_request, save_and_exit
+from tnt_jax.keras_compat.fit.resume import (
+    count_fit,
+    ending_on_request,
+    releasing,
+    save_and_exit,
+)
 from tnt_jax.keras_compat.fit.start_check import (
     Divergence,
     compare_sources,
@@ -111,7 +116,7 @@ class FitLoop:
             count_fit(arguments.checkpoint_directory)
             return self._ended()
         callbacks = unwrapped(self._callbacks.callbacks) if self.trains else ()
-        with ending_on_request(callbacks) as self._points:
+        with ending_on_request(callbacks) as self._points, releasing(callbacks):
             # Tracing makes many objects that stay, and the collector of garbage in cycles would
             # look through them again and again.
             was_on = gc.isenabled()
@@ -207,6 +212,9 @@ class FitLoop:
             self._shared.compile_evaluation_ahead(plan.validation)
         counts = {"epochs": plan.arguments.epochs, "steps": plan.stream.num_steps}
         with self._callbacks.open("Model.fit", **counts) as self._hooks:
+            # A callback may call `fit`, which has a history of its own.
+            history = self._shared.progress.history
+            assert history is not None
             given = partial(describe_call, self._core, self._data, plan.arguments)
             self._recovery = Recovery(self._shared, self._hooks, self._call, given)
             self._call.begin(lambda: self._core.why_not_elastic() or self._why_not_again())
@@ -216,8 +224,6 @@ class FitLoop:
                     self._run_epochs()
             except HasEnded:
                 return self._ended()
-        history = self._shared.progress.history
-        assert history is not None
         self._call.report({"epoch": history.epoch, "history": history.history})
         return history
 

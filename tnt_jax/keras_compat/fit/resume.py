@@ -426,6 +426,20 @@ def ending_on_request(callbacks: Sequence[Any]) -> Iterator[Points]:
             watch.leave_signals()
 
 
+@contextmanager
+def releasing(callbacks: Sequence[Any]) -> Iterator[None]:
+    """Lets others write to the directories of backups if an exception ends the block."""
+    try:
+        yield
+    except BaseException:
+        # With several processes, it ends this one, for whose part of a backup others may wait.
+        if jax.process_count() == 1:
+            for backup in callbacks:
+                if isinstance(backup, BackupAndRestore):
+                    backup.release()
+        raise
+
+
 def save_and_exit(
     save: Callable[[], bool] | None,
     callbacks: CallbackList,

@@ -576,9 +576,8 @@ class Core:
         num_stages = job.mesh.shape.get(STAGE_AXIS, 1)
         return [] if pipeline is None else [pipeline.description(num_stages)]
 
-    def check_local_steps(self) -> None:
+    def check_local_steps(self, compilation: Compilation) -> None:
         """Raises a ValueError if `compile` chose what groups that train by themselves cannot do."""
-        compilation = self.require_compiled()
         if self.options.sync is None:
             return
         refuse_with_local_steps(
@@ -662,7 +661,7 @@ class Core:
     @contextmanager
     def fitting(self) -> Iterator[None]:
         """Surrounds training: stores the variables in the wrapped object when it ends."""
-        self.is_fitting = True
+        was_fitting, self.is_fitting = self.is_fitting, True
         try:
             yield
             self.read_assigned()
@@ -677,7 +676,7 @@ class Core:
         else:
             self._store()
         finally:
-            self.is_fitting = False
+            self.is_fitting = was_fitting
 
     @property
     def current_module(self) -> Any:

@@ -527,8 +527,12 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            if (writer := _writers.get().pop(self._key, None)) is not None:
-                writer.close()
+            self.release()
+
+    def release(self) -> None:
+        """Does what `close` does without asking the others; a problem is a warning."""
+        if (writer := _writers.get().pop(self._key, None)) is not None:
+            writer.close()
 
     def remove_all(self) -> None:
         """Removes all checkpoints with this prefix, and the directory if it is empty then.
