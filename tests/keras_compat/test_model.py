@@ -1,5 +1,7 @@
 """The facade: what it accepts, what it refuses, and what it returns."""
 
+import copy
+import pickle
 from functools import partial
 
 import flax.linen as nn
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.core import freeze
 
 import tnt_jax as tnt
 
@@ -420,3 +423,47 @@ def test_fit_within_fit_has_a_history_of_its_own():
     history = model.fit(*data(), epochs=2, verbose=0, callbacks=[again])
     assert history.epoch == [0, 1]
     assert [each.epoch for each in inner] == [[0], [0]]
+
+
+class TwoOutputs(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Dense(1)(x)
+        return y, jnp.mean(y)
+
+
+def test_models_refuse_what_they_cannot_do_in_words():
+    x, y = np.ones((8, 4), np.float32), np.ones((8, 1), np.float32)
+    model = tnt.Model(TwoOutputs())
+    model.compile("sgd", ["mse", None])
+    with pytest.raises(ValueError, match=r"the output\[1\] is a scalar"):
+        model.fit(x, y, verbose=0)
+    with pytest.raises(ValueError, match=r"in \(None, None, 4\) dimension 1 is None"):
+        tnt.Model(nn.Dense(1)).build((None, None, 4))
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="clone_model"):
+            duplicate(model)
+
+
+def test_sizes_of_numpy_build_a_model():
+    model = tnt.Model(nn.Dense(1))
+    model.build((None, np.int64(4)))
+    assert model.variables["params"]["kernel"].shape == (4, 1)
+
+
+@pytest.mark.parametrize("options", [{"steps_per_execution": 2}, {"on_nan": "skip"}])
+def test_frozen_dicts_of_variables_are_trained(options):
+    class Normed(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=False):
+            return nn.Dense(1)(nn.BatchNorm(use_running_average=not train)(x))
+
+    x, y = np.arange(32, dtype=np.float32).reshape(8, 4), np.ones((8, 1), np.float32)
+    variables = Normed().init(jax.random.key(0), x)
+    trained = []
+    for given in (variables, freeze(variables)):
+        model = tnt.Model(Normed(), variables=given)
+        model.compile("sgd", "mse", **options)
+        model.fit(x, y, batch_size=4, verbose=0)
+        trained.append(model.variables)
+    jax.tree.map(np.testing.assert_array_equal, *trained)

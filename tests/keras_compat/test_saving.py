@@ -419,3 +419,9 @@ def test_what_ranks_have_accumulated_is_saved(
         other.load_weights(tmp_path / name)
         other.fit(x, y, batch_size=8, initial_epoch=2, epochs=3, verbose=0)
         assert_equal_weights(other.get_weights(), expected)
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m.weights.h5"])
+def test_files_of_weights_do_not_take_a_whole_model(tmp_path, name):
+    with pytest.raises(ValueError, match=r"unsupported file extension.*weights \(save_weights\)"):
+        make_model().save(tmp_path / name)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import errors
-from flax.core import Scope
+from flax.core import Scope, unfreeze
 
 from tnt_jax.adapters.base import LOSSES, Adapter, Applied, CallStyle, FreshVariables, Variables
 from tnt_jax.adapters.batch_statistics import normalize, real_row_moments
@@ -145,6 +145,7 @@ class LinenAdapter(Adapter):
 
     def _separated(self, variables: Mapping[str, Any]) -> Variables:
         left_out = ("params", "intermediates", *LOSSES)
+        variables = unfreeze(dict(variables))  # Steps return plain dicts.
         others = {name: value for name, value in variables.items() if name not in left_out}
         return Variables(variables.get("params", {}), others)
 

@@ -186,6 +186,14 @@ class Model(SingleBatches, Saving, Inspection):
         self._core.forget_passes()
         self._core.fits_memory = False
 
+    def __reduce__(self) -> Any:
+        """Refuses copies by `copy` and `pickle`."""
+        raise TypeError(
+            "A tnt_jax.Model cannot be copied or pickled: its arrays and programs belong to the "
+            "devices of its job. tnt_jax.models.clone_model(model) returns another one of the same "
+            "module, set_weights gives it the weights, and save and load_model use files."
+        )
+
     @calling("Model.fit")
     def fit(
         self,
@@ -341,10 +349,18 @@ class Model(SingleBatches, Saving, Inspection):
         Args:
             inputs: A shape such as `(None, 28, 28, 1)` for one float32 input, or a pytree of sample
                 arrays or `jax.ShapeDtypeStruct` with a leading batch dimension.
+
+        Raises:
+            ValueError: If a size but the first is None.
         """
         is_shape = isinstance(inputs, (tuple, list)) and all(
-            size is None or isinstance(size, int) for size in inputs
+            size is None or isinstance(size, (int, np.integer)) for size in inputs
         )
+        if is_shape and None in inputs[1:]:
+            raise ValueError(
+                f"build needs all sizes of a row but the number of rows, and in {tuple(inputs)} "
+                f"dimension {inputs.index(None, 1)} is None. Give it a size, or pass sample arrays."
+            )
         trainer = self._core.trainer
         trainer.build(jax.ShapeDtypeStruct((1, *inputs[1:]), np.float32) if is_shape else inputs)
         trainer.require_state()  # Errors of the program that makes variables come here.

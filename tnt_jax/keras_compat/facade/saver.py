@@ -68,7 +68,8 @@ class Saving:
 
         Raises:
             FileExistsError: If the path exists and `overwrite` is False.
-            ValueError: If the path has an unsupported file extension, such as `.npz`.
+            ValueError: If the path has an unsupported file extension, such as `.npz` or one of
+                weights alone.
         """
         self._save(filepath, overwrite, all_devices=tnt_save_all_devices, with_model=True)
 
@@ -149,8 +150,8 @@ class Saving:
         self, filepath: PathLike, overwrite: bool, *, all_devices: bool, with_model: bool
     ) -> None:
         path = Path(filepath)
+        is_file = is_file_name(path, of_keras=is_keras(self._core.module), with_model=with_model)
         notes = self._description() if with_model else {}
-        is_file = is_file_name(path, of_keras=is_keras(self._core.module))
         state = self.training_state.state
         scope: Scope = "per_process" if all_devices else current_scope()
 

@@ -181,18 +181,18 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
 _EXTENSION = re.compile(r"\.([a-z]+|h(df)?5)", re.IGNORECASE)
 
 
-def is_file_name(path: Path, *, of_keras: bool) -> bool:
+def is_file_name(path: Path, *, of_keras: bool, with_model: bool = False) -> bool:
     """Returns whether a path is that of one file rather than of a directory."""
-    if path.name.endswith(
-        (H5_ENDING, SAFETENSORS_ENDING, ".keras", *((".h5",) if of_keras else ()))
-    ):
+    is_weights = path.name.endswith((H5_ENDING, SAFETENSORS_ENDING))
+    is_model = not is_weights and path.name.endswith((".keras", *((".h5",) if of_keras else ())))
+    if is_model or (is_weights and not with_model):
         return True
     if _EXTENSION.fullmatch(path.suffix):
         whole = ".keras or .h5" if of_keras else ".keras"
         raise ValueError(
             f"{path} has an unsupported file extension. A whole model is a directory, a name "
-            f"without an extension, or a file ending in {whole}; weights are a file ending in "
-            f"{H5_ENDING} or {SAFETENSORS_ENDING}."
+            f"without an extension, or a file ending in {whole}; weights (save_weights) are a file "
+            f"ending in {H5_ENDING} or {SAFETENSORS_ENDING}."
         )
     return False
 

@@ -319,11 +319,21 @@ def prediction(apply: Apply) -> Callable:
 
     def step(params: Any, model_state: Any, inputs: Any, first_row: Any) -> Any:
         key = evaluation_key(first_row, jax.tree.leaves(inputs)[0].shape[0])
-        return _jax.make_varying(
-            apply(params, model_state, inputs, key=key, train=False, mask=None).outputs
-        )
+        applied = apply(params, model_state, inputs, key=key, train=False, mask=None)
+        _require_rows(applied.outputs)
+        return _jax.make_varying(applied.outputs)
 
     return step
+
+
+def _require_rows(outputs: Any) -> None:
+    for path, x in jax.tree_util.tree_leaves_with_path(outputs):
+        if jnp.ndim(x) == 0:
+            raise ValueError(
+                "Outputs of the model must have a row for each row of the inputs, [rows, ...], but "
+                f"the output{jax.tree_util.keystr(path)} is a scalar. Leave it out; what the model "
+                "adds to the loss is sown (docs/flax.md) or passed to add_loss."
+            )
 
 
 def own_statistics() -> list[str]:
