@@ -158,8 +158,9 @@ def test_a_deleted_or_truncated_file_is_named(tmp_path, warnings, damage):
 
 def test_damaged_arrays_are_named(tmp_path):
     newest = save(tmp_path, 2)
-    [data] = [path for path in files_below(newest / "state") if "/d/" in str(path)]
     values = np.full((16, 8), 2.0, np.float32).tobytes()
+    # Arrays may lie in several files.
+    [data] = [x for x in files_below(newest / "state") if values in x.read_bytes()]
     content = data.read_bytes()
     assert content.count(values) == 1
     data.write_bytes(content.replace(values, bytes(len(values))))
