@@ -23,7 +23,7 @@ from tnt_jax.data.elements import (
 )
 from tnt_jax.data.layout import RankSlice, ReadOptions, local_rows, num_batches, resolve_batch_size
 from tnt_jax.data.permutation import RowOrder
-from tnt_jax.job import once_per_job
+from tnt_jax.job import Slot, once_per_job
 from tnt_jax.log import logger
 
 DEFAULT_BATCH_SIZE = 32
@@ -216,13 +216,13 @@ class IterableSource:
 
 
 # By the identity of an iterator that is read, for all of its readers.
-_locks = WeakValueDictionary[int, threading.Lock]()
+_locks = Slot[WeakValueDictionary[int, threading.Lock]](WeakValueDictionary, lasts=True)
 
 
 def passes_of(batches: Iterable[Any]) -> Callable[[int], Iterator[Any]]:
     """Returns a function from an epoch to its batches; an iterator is read on."""
     if isinstance(batches, Iterator):
-        lock = _locks.setdefault(id(batches), threading.Lock())
+        lock = _locks.get().setdefault(id(batches), threading.Lock())
 
         def read_on(_: int) -> Iterator[Any]:
             end = object()
