@@ -102,8 +102,9 @@ def is_started_by_script() -> bool:
     if not {"TNT_JOB_ID", "TNT_TASK_PID"} & os.environ.keys():
         return False
     first = os.getsid(0), int(os.environ.get("TNT_TASK_PID", 0))
-    own, pid = _arguments("self"), os.getpid()
-    with suppress(OSError):  # The process is another user's.
+    pid = os.getpid()
+    with suppress(OSError):  # The process is another user's, or the system has no /proc.
+        own = _arguments("self")
         while pid > 1 and pid not in first:
             pid = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
             is_wrapper = _arguments(pid).endswith(b"\0" + own)
