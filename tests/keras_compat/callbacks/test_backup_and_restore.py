@@ -449,7 +449,9 @@ def test_rows_after_a_resume_fit_the_columns_of_the_first_epoch(tmp_path, append
         return [schedule, callbacks.CSVLogger(next(paths), append=append)]
 
     # The first epoch has no validation; that in which the run goes on has.
-    interrupted(tmp_path / "backup", "epoch", [8], logged, validation_freq=2)
+    validation = {"validation_data": data(8), "validation_freq": 2}
+    interrupted(tmp_path / "backup", "epoch", [8], logged, **validation)
+    assert "val_loss" in files[0].read_text()
     assert files[1].read_bytes() == files[0].read_bytes()
 
 
